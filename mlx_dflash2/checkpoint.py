@@ -1,0 +1,238 @@
+"""Find a model folder or Hub repository, list its tensors, write a folder in one move."""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import read_json
+from .errors import DFlash2Error
+
+INDEX = "model.safetensors.index.json"
+TARGET_FILES = ("*.json", "model*.safetensors", "*.txt", "*.model", "*.jinja")
+DRAFTER_FILES = ("*.json", "*.safetensors")
+EVERY_FILE = ("*.json", "*.safetensors", "*.md", "*.txt", "LICENSE*", "NOTICE*")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model on disk.
+
+    Attributes:
+        folder: Where its files are.
+        name: The path or repository as the user gave it.
+        revision: The commit a download resolved to; None for a local folder.
+    """
+
+    folder: Path
+    name: str
+    revision: str | None = None
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where one tensor lies, and what its header says."""
+
+    file: Path
+    shape: tuple[int, ...]
+    dtype: str  # as safetensors spells it: F32, F16, BF16, U32 ...
+
+
+def find_source(
+    path_or_repo: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    files: tuple[str, ...] = DRAFTER_FILES,
+) -> Source:
+    """Resolve a local folder, or download `files` of a Hub repository.
+
+    Args:
+        path_or_repo: A folder, or a repository such as `openbmb/MiniCPM5-2B`.
+        revision: Branch, tag or commit of a repository.
+        offline: Use the local Hub cache only; no connection is opened.
+        files: Name patterns to fetch. No pattern matches Python or pickle files.
+
+    Raises:
+        DFlash2Error: Nothing of that name exists or it cannot be had.
+    """
+    name = os.fspath(path_or_repo)
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        if revision is not None:
+            raise DFlash2Error(
+                f"{name}: a local folder has no revisions; leave out revision "
+                f"{revision!r} or name a Hub repository"
+            )
+        return Source(folder, name)
+    if folder.exists():
+        raise DFlash2Error(f"{name}: expected a model folder, found a file")
+    if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        raise DFlash2Error(f"{name or repr(name)}: no such folder")
+    return _download(name, revision, offline, files)
+
+
+def _download(
+    repo: str, revision: str | None, offline: bool, files: tuple[str, ...]
+) -> Source:
+    from huggingface_hub import constants, errors, snapshot_download
+
+    offline = offline or constants.is_offline_mode()
+    at = f"{repo}@{revision}" if revision else repo
+    try:
+        folder = snapshot_download(
+            repo,
+            revision=revision,
+            allow_patterns=list(files),
+            local_files_only=offline,
+        )
+    except errors.GatedRepoError:
+        raise DFlash2Error(
+            f"{at}: access is gated; accept its terms on the Hub and log in with "
+            "`hf auth login`"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise DFlash2Error(
+            f"{at}: neither a folder here nor a repository on the Hub"
+        ) from None
+    except errors.RevisionNotFoundError:
+        raise DFlash2Error(f"{repo}: the Hub knows no revision {revision!r}") from None
+    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        reason = (
+            "not complete in the local Hub cache; run once without --offline"
+            if offline
+            else "no folder of this name here, and the Hub cannot be reached"
+        )
+        raise DFlash2Error(f"{at}: {reason}{_missing_file(error)}") from None
+    except errors.HFValidationError:
+        raise DFlash2Error(f"{repo}: no such folder, nor a repository id") from None
+    except errors.HfHubHTTPError as error:
+        raise DFlash2Error(f"{at}: the Hub answered {error}") from None
+    except OSError as error:
+        raise DFlash2Error(f"{at}: download failed ({error})") from None
+    return Source(Path(folder), repo, Path(folder).name)
+
+
+def _missing_file(error: Exception) -> str:
+    named = re.search(r"[\w./-]+\.(safetensors|json)", str(error))
+    return f" (missing {named[0]})" if named else ""
+
+
+def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
+    """Every tensor of a folder's safetensors files, by stored name.
+
+    With an index only the files it lists are read, and it must agree with them.
+    Without one all files are read and may not share a name.
+
+    Raises:
+        DFlash2Error: Files are missing, unreadable, or contradict each other.
+    """
+    index = folder / INDEX
+    if index.exists():
+        return _indexed_tensors(index)
+    tensors: dict[str, StoredTensor] = {}
+    files = sorted(folder.glob("model*.safetensors")) or sorted(
+        folder.glob("*.safetensors")
+    )
+    if not files:
+        pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
+        hint = (
+            f"; {pickles[0].name} is a pickle, which may run code and is never opened"
+            if pickles
+            else ""
+        )
+        raise DFlash2Error(f"{folder}: no safetensors file{hint}")
+    for file in files:
+        for name, tensor in _header(file).items():
+            if name in tensors:
+                raise DFlash2Error(
+                    f"{folder}: {name} is in {tensors[name].file.name} and in "
+                    f"{file.name}, and no {INDEX} says which one counts"
+                )
+            tensors[name] = tensor
+    return tensors
+
+
+def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise DFlash2Error(f"{index}: weight_map is missing or empty")
+    tensors: dict[str, StoredTensor] = {}
+    for file_name in sorted(set(map(str, weight_map.values()))):
+        if Path(file_name).name != file_name or "\\" in file_name:
+            raise DFlash2Error(f"{index}: {file_name!r} leads outside the folder")
+        file = index.parent / file_name
+        if not file.exists():
+            raise DFlash2Error(f"{index}: lists {file_name}, which is not there")
+        for name, tensor in _header(file).items():
+            if weight_map.get(name) is None:
+                raise DFlash2Error(f"{index}: does not list {name} of {file_name}")
+            if weight_map[name] == file_name:
+                tensors[name] = tensor
+            else:
+                raise DFlash2Error(
+                    f"{index}: lists {name} in {weight_map[name]}, but {file_name} "
+                    "has it too"
+                )
+    absent = sorted(weight_map.keys() - tensors.keys())
+    if absent:
+        raise DFlash2Error(
+            f"{index}: lists {absent[0]} in {weight_map[absent[0]]}, which does not "
+            "hold it"
+        )
+    return tensors
+
+
+def _header(file: Path) -> dict[str, StoredTensor]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, framework="np") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}
+            return {
+                name: StoredTensor(file, tuple(s.get_shape()), str(s.get_dtype()))
+                for name, s in slices.items()
+            }
+    except (SafetensorError, OSError) as error:
+        raise DFlash2Error(
+            f"{file}: not a complete safetensors file ({error}); fetch it again"
+        ) from None
+
+
+def refuse_existing(destination: Path) -> None:
+    """Raise DFlash2Error if `destination` exists: nothing is ever overwritten."""
+    if destination.exists() or destination.is_symlink():
+        raise DFlash2Error(
+            f"{destination}: already exists; choose another name or remove it first"
+        )
+
+
+@contextlib.contextmanager
+def new_folder(destination: Path) -> Iterator[Path]:
+    """A folder to write into that takes its final name only when all is written.
+
+    It lies beside `destination` as `.NAME.partial-XXXXXXXX`; an error removes it, a
+    kill leaves it under that name.
+    """
+    refuse_existing(destination)
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        partial = destination.with_name(
+            f".{destination.name}.partial-{secrets.token_hex(4)}"
+        )
+        partial.mkdir()
+    except OSError as error:
+        raise DFlash2Error(
+            f"{destination}: cannot be written ({error.strerror})"
+        ) from None
+    try:
+        yield partial
+        refuse_existing(destination)
+        partial.rename(destination)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise

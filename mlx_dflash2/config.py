@@ -1,0 +1,398 @@
+"""A drafter's config.json, read from every place its fields are published in."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from .errors import DFlash2Error
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURE = "DFlash2DraftModel"
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The fields of a DFlash 2 drafter that decide what it computes.
+
+    Spelled as in config.json. `block_size` counts rows, the anchor included, so a
+    block drafts `block_size - 1` tokens. `target_layer_ids` are 0-based and name the
+    *output* of a layer. `is_causal` is None where the config does not say: then a
+    sliding layer is causal and a full one is not.
+    """
+
+    hidden_size: int
+    num_hidden_layers: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_interleaved: bool
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int
+    layer_types: tuple[str, ...]
+    sliding_window: int | None
+    is_causal: bool | None
+    conv_kernel_size: int
+    conv_group_size: int
+    selector_rank: int
+    selector_top_k: int
+    output_multiplier: float
+    final_logit_softcapping: float
+    input_embedding_scale: float
+    quantization: dict | None = None
+
+    @classmethod
+    def load(cls, folder: Path) -> "DrafterConfig":
+        """Read `folder/config.json`.
+
+        Raises:
+            DFlash2Error: A field is missing, contradictory or not supported.
+        """
+        path = Path(folder) / "config.json"
+        return cls.from_dict(read_json(path), where=str(path))
+
+    @classmethod
+    def from_dict(cls, raw: dict, *, where: str = "config.json") -> "DrafterConfig":
+        """Build from the parsed config.json; `where` names it in errors."""
+        read = _Reader(raw, where)
+        _refuse_other_networks(read)
+        size = read.integer("hidden_size")
+        heads = read.integer("num_attention_heads")
+        block = read.integer(
+            "dflash_config.block_size", "block_size", "dspark_block_size", minimum=2
+        )
+        layers = read.integer("num_hidden_layers")
+        vocab = read.integer("vocab_size")
+        layer_types, window = _read_layers(read, layers, block)
+        taps = _read_taps(read)
+        config = cls(
+            hidden_size=size,
+            num_hidden_layers=layers,
+            intermediate_size=read.integer("intermediate_size"),
+            num_attention_heads=heads,
+            num_key_value_heads=read.integer("num_key_value_heads"),
+            head_dim=read.integer("head_dim", default=size // heads),
+            vocab_size=vocab,
+            rms_norm_eps=read.number("rms_norm_eps"),
+            rope_theta=read.number(
+                "rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"
+            ),
+            rope_interleaved=not read.flag(
+                "is_neox_style", "rope_is_neox_style", default=True
+            ),
+            block_size=block,
+            mask_token_id=read.integer(
+                "dflash_config.mask_token_id",
+                "mask_token_id",
+                "dspark_noise_token_id",
+                minimum=0,
+            ),
+            target_layer_ids=taps,
+            num_target_layers=_read_depth(read, taps),
+            layer_types=layer_types,
+            sliding_window=window,
+            is_causal=_read_causality(read),
+            conv_kernel_size=read.nested_integer("conv_kernel_size"),
+            conv_group_size=read.nested_integer("conv_group_size"),
+            selector_rank=read.nested_integer("selector_rank"),
+            selector_top_k=read.nested_integer("selector_top_k"),
+            output_multiplier=read.nested_number("output_multiplier", default=1.0),
+            final_logit_softcapping=read.nested_number(
+                "final_logit_softcapping", default=0.0
+            ),
+            input_embedding_scale=read.nested_number(
+                "input_embedding_scale", default=1.0
+            ),
+            quantization=_read_quantization(read),
+        )
+        config._check(where)
+        return config
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Tokens one block drafts: every row but the anchor's."""
+        return self.block_size - 1
+
+    def layer_is_causal(self, layer: int) -> bool:
+        """Whether a block row of `layer` sees only the block rows up to itself."""
+        if self.is_causal is not None:
+            return self.is_causal
+        return self.layer_types[layer] == SLIDING
+
+    def layer_window(self, layer: int) -> int | None:
+        """Keys at this distance or further are unseen; None sees everything."""
+        return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    def _check(self, where: str) -> None:
+        def demand(holds: bool, message: str) -> None:
+            if not holds:
+                raise DFlash2Error(f"{where}: {message}")
+
+        demand(
+            self.num_attention_heads % self.num_key_value_heads == 0,
+            f"num_attention_heads is {self.num_attention_heads}, not a multiple of "
+            f"num_key_value_heads {self.num_key_value_heads}",
+        )
+        demand(
+            self.hidden_size % self.conv_group_size == 0,
+            f"conv_group_size {self.conv_group_size} does not divide hidden_size "
+            f"{self.hidden_size}",
+        )
+        demand(
+            self.mask_token_id < self.vocab_size,
+            f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
+            f"{self.vocab_size}",
+        )
+        demand(
+            self.selector_top_k <= self.vocab_size,
+            f"selector_top_k {self.selector_top_k} exceeds the vocabulary of "
+            f"{self.vocab_size}",
+        )
+        demand(self.output_multiplier > 0, "output_multiplier must be above 0")
+        demand(
+            self.final_logit_softcapping >= 0,
+            "final_logit_softcapping must not be negative",
+        )
+        last = self.num_target_layers - 1
+        for tap in self.target_layer_ids:
+            demand(
+                0 <= tap < last,
+                f"target_layer_ids has {tap}, but with num_target_layers "
+                f"{self.num_target_layers} it must be 0 to {last - 1}"
+                + (
+                    "; for the last layer it is not settled whether the tap comes "
+                    "before or after the final norm"
+                    if tap == last
+                    else ""
+                ),
+            )
+
+
+def read_json(path: Path) -> dict:
+    """Read a JSON object.
+
+    Raises:
+        DFlash2Error: The file is missing, unreadable or not a JSON object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DFlash2Error(f"{path}: no such file; is this a model folder?") from None
+    except OSError as error:
+        raise DFlash2Error(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise DFlash2Error(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise DFlash2Error(f"{path}: expected a JSON object, found {type(raw).__name__}")
+    return raw
+
+
+class _Reader:
+    """Looks a field up in several places and refuses places that disagree."""
+
+    def __init__(self, raw: dict, where: str):
+        self.raw, self.where = raw, where
+
+    def fail(self, message: str) -> DFlash2Error:
+        return DFlash2Error(f"{self.where}: {message}")
+
+    def at(self, place: str):
+        """The value at a dotted place; None where absent or null."""
+        value = self.raw
+        for key in place.split("."):
+            value = value.get(key) if isinstance(value, dict) else None
+        return value
+
+    def find(self, *places: str):
+        """The one value found, None if no place has it."""
+        found = [(p, v) for p in places if (v := self.at(p)) is not None]
+        for place, value in found[1:]:
+            first, known = found[0]
+            if value != known:
+                raise self.fail(
+                    f"{first} is {known!r} but {place} is {value!r}; they name one "
+                    "setting, keep the right one"
+                )
+        return found[0][1] if found else None
+
+    def need(self, *places: str, default=None):
+        value = self.find(*places)
+        if value is None:
+            value = default
+        if value is None:
+            raise self.fail(
+                f"{' (or '.join(places)}{')' * (len(places) - 1)} is missing; it "
+                "changes the result, so it has no default"
+            )
+        return value
+
+    def integer(self, *places: str, minimum: int = 1, default: int | None = None):
+        value = self.need(*places, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+            raise self.fail(
+                f"{places[0]} is {value!r}, expected a whole number of at least "
+                f"{minimum}"
+            )
+        return value
+
+    def number(self, *places: str, default: float | None = None) -> float:
+        value = self.need(*places, default=default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.fail(f"{places[0]} is {value!r}, expected a number")
+        return float(value)
+
+    def flag(self, *places: str, default: bool | None = None) -> bool | None:
+        value = self.find(*places)
+        if value is not None and not isinstance(value, bool):
+            raise self.fail(f"{places[0]} is {value!r}, expected true or false")
+        return default if value is None else value
+
+    def nested_integer(self, name: str) -> int:
+        return self.integer(f"dflash_config.{name}", name)
+
+    def nested_number(self, name: str, *, default: float) -> float:
+        return self.number(f"dflash_config.{name}", name, default=default)
+
+
+def _refuse_other_networks(read: _Reader) -> None:
+    """Refuse a config that describes something this network does not compute."""
+    if read.at("transformer_layer_config") or read.at("speculators_config"):
+        raise read.fail("the speculators schema is not supported; export in z-lab's")
+    names = read.at("architectures") or []
+    for name in [names] if isinstance(names, str) else names:
+        if "dspark" in name.lower() or ("DFlash" in name and "DFlash2" not in name):
+            raise read.fail(
+                f"architectures names {name}, but only {ARCHITECTURE} is supported"
+            )
+    projector = read.at("dflash_config.projector_type")
+    if projector not in (None, "dflash2"):
+        raise read.fail(f"dflash_config.projector_type {projector!r} is not supported")
+    draft_vocab = read.at("draft_vocab_size")
+    if draft_vocab not in (None, read.at("vocab_size")):
+        raise read.fail(
+            f"draft_vocab_size {draft_vocab} differs from vocab_size "
+            f"{read.at('vocab_size')}; reduced vocabularies are not supported"
+        )
+    only = {
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "partial_rotary_factor": 1,
+        "rope_parameters.partial_rotary_factor": 1,
+        "logits_start": 1,
+        "dflash_config.logits_start": 1,
+        "sample_from_anchor": False,
+        "dflash_config.sample_from_anchor": False,
+    }
+    for place, supported in only.items():
+        if read.at(place) not in (None, supported):
+            raise read.fail(
+                f"{place} is {read.at(place)!r}; DFlash 2 is only defined for "
+                f"{supported!r}"
+            )
+    rope = read.find(
+        "rope_parameters.rope_type",
+        "rope_parameters.type",
+        "rope_scaling.rope_type",
+        "rope_scaling.type",
+    )
+    if rope not in (None, "default"):
+        raise read.fail(f"rope_type {rope!r} is not supported, only 'default'")
+
+
+def _read_layers(
+    read: _Reader, layers: int, block: int
+) -> tuple[tuple[str, ...], int | None]:
+    types = read.at("layer_types")
+    every_layer_slides = read.flag("dflash_config.use_swa")
+    if types is None and every_layer_slides:
+        types = [SLIDING] * layers
+    elif types is None:
+        if read.flag("use_sliding_window"):
+            raise read.fail(
+                "use_sliding_window is true but layer_types is missing; list the type "
+                "of every layer"
+            )
+        types = [FULL] * layers
+    if not isinstance(types, list) or len(types) != layers:
+        raise read.fail(f"layer_types must list {layers} layers, found {types!r}")
+    unknown = set(map(str, types)) - {FULL, SLIDING}
+    if unknown:
+        raise read.fail(
+            f"layer_types has {sorted(unknown)}; known are {FULL} and {SLIDING}"
+        )
+    if every_layer_slides is not None and every_layer_slides != (SLIDING in types):
+        raise read.fail(
+            f"dflash_config.use_swa is {every_layer_slides} but layer_types is {types}"
+        )
+    if SLIDING not in types:
+        return tuple(types), None
+    window = read.integer("sliding_window", "dflash_config.swa_window_size")
+    if window < block:
+        raise read.fail(
+            f"sliding_window {window} is smaller than block_size {block}; rows of one "
+            "block would not see each other"
+        )
+    return tuple(types), window
+
+
+def _read_taps(read: _Reader) -> tuple[int, ...]:
+    taps = read.need(
+        "dflash_config.target_layer_ids",
+        "target_layer_ids",
+        "dspark_target_layer_ids",
+    )
+    if (
+        not isinstance(taps, list)
+        or not taps
+        or not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in taps)
+    ):
+        raise read.fail(f"target_layer_ids is {taps!r}, expected a list of layers")
+    return tuple(taps)
+
+
+def _read_depth(read: _Reader, taps: tuple[int, ...]) -> int:
+    """The target's depth: `num_target_layers` may hold the number of taps instead."""
+    depth = read.at("target_num_hidden_layers")
+    if depth is not None:
+        return read.integer("target_num_hidden_layers")
+    depth = read.integer("num_target_layers", "dflash_config.num_target_layers")
+    if depth == len(taps) and max(taps) >= depth:
+        raise read.fail(
+            f"num_target_layers {depth} is the number of taps; the target's depth "
+            "(target_num_hidden_layers) is missing"
+        )
+    return depth
+
+
+def _read_causality(read: _Reader) -> bool | None:
+    places = ("is_causal", "dflash_config.causal", "dflash_query_causal")
+    causal = read.flag(*places)
+    free = read.flag("sliding_window_non_causal")
+    if free is not None and causal is not None and causal == free:
+        raise read.fail(
+            f"sliding_window_non_causal is {free} but another field says causal is "
+            f"{causal}; keep the right one"
+        )
+    return (not free) if causal is None and free is not None else causal
+
+
+def _read_quantization(read: _Reader) -> dict | None:
+    found = read.at("quantization")
+    if found is None:
+        if read.at("quantization_config") is not None:
+            raise read.fail(
+                "quantization_config without MLX's quantization: this format is not "
+                "supported, use the unquantized drafter"
+            )
+        return None
+    bits = read.integer("quantization.bits")
+    group = read.integer("quantization.group_size")
+    if read.at("quantization.mode") not in (None, "affine"):
+        raise read.fail("quantization.mode must be affine")
+    return {"group_size": group, "bits": bits}
