@@ -1,0 +1,138 @@
+"""Choice of one path through the candidates of every drafted slot."""
+
+from dataclasses import dataclass
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import DrafterConfig
+
+CHUNK = 128
+LOW_WORD = 0xFFFFFFFF
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens and, when they were sampled, the distribution they came from.
+
+    Attributes:
+        tokens: Shape (g,), int32.
+        candidates: Token ids q is spread over, distinct in a slot. Shape: (g, K).
+        probabilities: q of each candidate given the tokens before, float32, zero
+            elsewhere. Shape: (g, K). None for a greedy proposal.
+    """
+
+    tokens: mx.array
+    candidates: mx.array
+    probabilities: mx.array | None = None
+
+
+def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
+    """The `count` largest logits of each row: value descending, then id ascending.
+
+    Value and id are packed into one sortable integer, so the order never depends on
+    how a backend sorts equal values. Only the best chunks of the row are sorted: the
+    `count` best entries lie in the `count` chunks with the best maxima.
+
+    Args:
+        logits: Shape: (g, V).
+
+    Returns:
+        Ids (int32) and float32 logits, both of shape (g, count).
+    """
+    slots, size = logits.shape
+    bits = (logits.astype(mx.float32) + 0.0).view(mx.int32)
+    ordered = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
+    ids = mx.arange(size, dtype=mx.int64)
+    packed = mx.left_shift(ordered, mx.array(32, mx.int64)) | (LOW_WORD - ids)
+    chunks = -(-size // CHUNK)
+    if chunks > count:
+        lowest = mx.array(-(2**63) + 1, mx.int64)
+        padding = mx.broadcast_to(lowest, (slots, chunks * CHUNK - size))
+        packed = mx.concatenate([packed, padding], axis=-1)
+        packed = packed.reshape(slots, chunks, CHUNK)
+        best = mx.argpartition(packed.max(axis=-1), kth=chunks - count, axis=-1)
+        best = best[:, chunks - count :, None]
+        packed = mx.take_along_axis(packed, best, axis=1).reshape(slots, -1)
+    packed = mx.sort(packed, axis=-1)[:, ::-1][:, :count]
+    chosen = (LOW_WORD - (packed & LOW_WORD)).astype(mx.int32)
+    values = mx.take_along_axis(logits, chosen, axis=-1)
+    return chosen, values.astype(mx.float32)
+
+
+class CandidateSelector(nn.Module):
+    """A low-rank score for each pair of neighbouring tokens, on top of their logits.
+
+    `score(c | p) = logit(c) + sum_r A[p, r] * (W h)[r] * S[c, r]` with A and S the
+    predecessor and successor codebooks and h the hidden row of c's slot. Slots are
+    decided left to right, each given the one before.
+    """
+
+    def __init__(self, config: DrafterConfig):
+        super().__init__()
+        shape = (config.vocab_size, config.selector_rank)
+        self.hidden_projection = nn.Linear(
+            config.hidden_size, config.selector_rank, bias=False
+        )
+        self.predecessor_codebook = mx.zeros(shape)
+        self.successor_codebook = mx.zeros(shape)
+
+    def pair_scores(
+        self, hidden: mx.array, anchor: mx.array, candidates: mx.array
+    ) -> list[mx.array]:
+        """The pairwise part of the scores, float32.
+
+        Args:
+            hidden: Post-norm rows of the slots. Shape: (g, D).
+            anchor: The token before the first slot. Shape: (1,).
+            candidates: Shape: (g, K).
+
+        Returns:
+            Per slot, predecessors by candidates: (1, K), then (K, K).
+        """
+        weights = self.hidden_projection(hidden).astype(mx.float32)
+        after = self.successor_codebook[candidates].astype(mx.float32)
+        scores = []
+        for slot in range(candidates.shape[0]):
+            before = anchor if slot == 0 else candidates[slot - 1]
+            before = self.predecessor_codebook[before].astype(mx.float32)
+            scores.append((before * weights[slot]) @ after[slot].T)
+        return scores
+
+    def propose(
+        self,
+        hidden: mx.array,
+        anchor: mx.array,
+        candidates: mx.array,
+        logits: mx.array,
+        *,
+        temperature: float,
+        key: mx.array | None,
+    ) -> Proposal:
+        """Walk the slots: the best candidate, or with a temperature a drawn one.
+
+        Args:
+            hidden: Post-norm rows of the slots. Shape: (g, D).
+            anchor: Shape: (1,).
+            candidates: In order of preference among equal scores. Shape: (g, K).
+            logits: Transformed logits of the candidates, float32. Shape: (g, K).
+            temperature: 0 is greedy.
+            key: Random key, needed for sampling.
+        """
+        pairs = self.pair_scores(hidden, anchor, candidates)
+        keys = None if key is None else mx.random.split(key, len(pairs))
+        choice: mx.array | int = 0
+        choices, probabilities = [], []
+        for slot, table in enumerate(pairs):
+            scores = logits[slot] + table[choice]
+            if temperature == 0:
+                choice = mx.argmax(scores)
+            else:
+                q = mx.softmax(scores / temperature)
+                choice = mx.random.categorical(mx.log(q), key=keys[slot])
+                probabilities.append(q)
+            choices.append(choice)
+        index = mx.stack(choices)[:, None]
+        tokens = mx.take_along_axis(candidates, index, axis=-1)[:, 0]
+        q = mx.stack(probabilities) if probabilities else None
+        return Proposal(tokens, candidates, q)
