@@ -1,0 +1,1 @@
+"""The PyTorch reference: the same network, target and loop; imports no MLX."""

@@ -1,0 +1,199 @@
+"""The reference cycle loop, token ids only.
+
+Between cycles the target's cache and the drafter's context hold the prompt and every
+emitted token except the anchor.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.stats import AcceptanceStats
+
+from .drafter import DFlash2Drafter
+from .sampling import (
+    SamplingConfig,
+    Verdict,
+    accept_greedy,
+    accept_sampled,
+    probabilities,
+)
+from .selector import Proposal
+from .target import Target
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What one call decoded.
+
+    Attributes:
+        tokens: Emitted tokens, the one that ended the sequence included.
+        finish_reason: "stop" after an end-of-sequence token, else "length".
+        stats: Counts per cycle.
+    """
+
+    tokens: tuple[int, ...]
+    finish_reason: str
+    stats: AcceptanceStats
+
+
+def decode(
+    target: Target,
+    drafter: DFlash2Drafter | None,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    eos: Collection[int] | None = None,
+    sampling: SamplingConfig | None = None,
+    num_draft_tokens: int | None = None,
+    prefill_step: int = 2048,
+) -> Decoded:
+    """Decode after `prompt`, by cycles with a drafter, token by token without.
+
+    Args:
+        target: The model whose output is reproduced.
+        drafter: On the target's device; None decodes plainly.
+        prompt: Token ids, at least one.
+        max_tokens: Never more tokens than this are emitted.
+        eos: Tokens that end the sequence; None for the target's own.
+        sampling: None takes the most likely token.
+        num_draft_tokens: Verify at most this many per cycle; 0 decodes plainly, None
+            verifies all that a block drafts.
+        prefill_step: Prompt tokens per forward.
+
+    Raises:
+        DFlash2Error: A value is out of its range.
+    """
+    limit = _draft_limit(drafter, num_draft_tokens)
+    _check_request(target, prompt, max_tokens, prefill_step)
+    ends = target.eos_token_ids if eos is None else frozenset(eos)
+    with torch.no_grad():
+        run = _Run(target, drafter if limit else None, sampling or SamplingConfig())
+        tokens = [run.prefill(prompt, prefill_step)]
+        stats = AcceptanceStats()
+        while tokens[-1] not in ends and len(tokens) < max_tokens:
+            drafts = min(limit, max_tokens - len(tokens) - 1)
+            drafted, verdict = run.cycle(tokens[-1], drafts)
+            emitted = _through_end([*drafted[: verdict.accepted], verdict.bonus], ends)
+            if limit:
+                stats.record_cycle(len(drafted), verdict.accepted, len(emitted))
+            else:
+                stats.plain_steps += 1
+            tokens += emitted
+    return Decoded(tuple(tokens), "stop" if tokens[-1] in ends else "length", stats)
+
+
+class _Run:
+    """One sequence: the target's cache, the drafter's context, the random draws."""
+
+    def __init__(
+        self, target: Target, drafter: DFlash2Drafter | None, sampling: SamplingConfig
+    ):
+        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.taps = drafter.config.target_layer_ids if drafter else ()
+        self.cache = target.make_cache()
+        self.context = drafter.make_context() if drafter else None
+        self.generator = torch.Generator(target.device).manual_seed(sampling.seed)
+        self.length = 0  # committed positions, that is the position of the anchor
+
+    def prefill(self, prompt: Sequence[int], step: int) -> int:
+        """Commit the prompt and return the first token."""
+        for start in range(0, len(prompt), step):
+            chunk = prompt[start : start + step]
+            logits, features = self._forward(chunk, logits_to_keep=1)
+            self._commit(features, len(chunk))
+        return self._judge(None, logits).bonus
+
+    def cycle(self, anchor: int, drafts: int) -> tuple[list[int], Verdict]:
+        """Draft, verify, accept, roll back.
+
+        With no `drafts` asked for the drafter does not run, and this is a plain step.
+        The drafter always runs its whole block, of which the first `drafts` tokens
+        are verified.
+        """
+        proposal = self._propose(anchor).first(drafts) if drafts else None
+        drafted = proposal.tokens.tolist() if proposal else []
+        logits, features = self._forward([anchor, *drafted])
+        verdict = self._judge(proposal, logits)
+        kept = verdict.accepted + 1
+        self.target.roll_back(self.cache, self.length + kept)
+        self._commit(features, kept)
+        return drafted, verdict
+
+    def _propose(self, anchor: int) -> Proposal:
+        return self.drafter.propose(
+            anchor,
+            self.target,
+            self.context,
+            temperature=self.sampling.temperature,
+            generator=self.generator,
+        )
+
+    def _forward(
+        self, tokens: Sequence[int], logits_to_keep: int = 0
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits (S, V) and features (1, S, T*D) of tokens at the next positions."""
+        logits, features = self.target.forward(
+            torch.tensor([list(tokens)], device=self.target.device),
+            self.cache,
+            taps=self.taps,
+            logits_to_keep=logits_to_keep,
+        )
+        return logits[0], features
+
+    def _judge(self, proposal: Proposal | None, logits: Tensor) -> Verdict:
+        if not self.sampling.greedy:
+            chances = probabilities(logits, self.sampling)
+            return accept_sampled(proposal, chances, self.generator)
+        tokens = proposal.tokens if proposal else logits.new_empty(0)
+        return accept_greedy(tokens, logits)
+
+    def _commit(self, features: Tensor | None, kept: int) -> None:
+        """Count the first `kept` rows of a forward as committed."""
+        self.length += kept
+        if self.drafter:
+            self.drafter.extend(features[:, :kept], self.context)
+            assert self.context.length == self.length
+        assert self.cache.get_seq_length() == self.length
+
+
+def _through_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
+    """The tokens up to and with the first that ends the sequence."""
+    for index, token in enumerate(tokens):
+        if token in ends:
+            return tokens[: index + 1]
+    return tokens
+
+
+def _draft_limit(drafter: DFlash2Drafter | None, asked: int | None) -> int:
+    """The number of drafted tokens to verify per cycle; 0 without a drafter."""
+    if drafter is None:
+        return 0
+    trained = drafter.config.num_draft_tokens
+    if asked is None:
+        return trained
+    if not 0 <= asked <= trained:
+        raise DFlash2Error(
+            f"num_draft_tokens is {asked}, but the drafter's block drafts {trained}; "
+            f"expected 0 to {trained}"
+        )
+    return asked
+
+
+def _check_request(
+    target: Target, prompt: Sequence[int], max_tokens: int, prefill_step: int
+) -> None:
+    if len(prompt) == 0:
+        raise DFlash2Error("the prompt is empty; it needs at least one token")
+    for token in prompt:
+        if not 0 <= token < target.vocab_size:
+            raise DFlash2Error(
+                f"the prompt has token {token}, outside the target's vocabulary of "
+                f"{target.vocab_size}"
+            )
+    for name, value in (("max_tokens", max_tokens), ("prefill_step", prefill_step)):
+        if value < 1:
+            raise DFlash2Error(f"{name} is {value}, expected at least 1")

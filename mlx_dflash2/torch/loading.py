@@ -1,0 +1,213 @@
+"""load_target and load_drafter for PyTorch, and whether the two fit each other."""
+
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from mlx_dflash2.checkpoint import (
+    DRAFTER_FILES,
+    TARGET_FILES,
+    StoredTensor,
+    find_source,
+    stored_tensors,
+)
+from mlx_dflash2.config import DrafterConfig, read_json
+from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.names import BORROWED, check_tensors, published_names
+
+from .drafter import DFlash2Drafter
+from .target import Target
+
+FLOATS = {"F32", "F16", "BF16"}
+
+
+def load_drafter(
+    path_or_repo: str | os.PathLike,
+    target: Target | None = None,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> DFlash2Drafter:
+    """Load a drafter from a folder or the Hub.
+
+    Args:
+        path_or_repo: A folder, or a Hub repository.
+        target: If given, the drafter must fit it.
+        revision: Branch, tag or commit of a repository.
+        offline: Use the local Hub cache only.
+        dtype: None keeps the stored one; of several stored ones, the one that holds
+            them all.
+        device: Where to put it.
+
+    Raises:
+        DFlash2Error: The folder does not hold a DFlash 2 drafter, or not one that
+            fits the target.
+    """
+    source = find_source(
+        path_or_repo, revision=revision, offline=offline, files=DRAFTER_FILES
+    )
+    config = DrafterConfig.load(source.folder)
+    if config.quantization is not None:
+        raise DFlash2Error(
+            f"{source.name}: the drafter is quantized by MLX, which PyTorch cannot "
+            "read; first run `mlx-dflash2 convert --to-torch -d` on it"
+        )
+    if target is not None:
+        check_fit(config, target, where=source.name)
+    stored = stored_tensors(source.folder)
+    mapping = published_names(stored, where=source.name)
+    found = {published: stored[name] for name, published in mapping.items()}
+    check_tensors(
+        {name: tensor.shape for name, tensor in found.items()},
+        config,
+        where=source.name,
+    )
+    _refuse_other_dtypes(found, where=source.name)
+    weights = _read(stored, mapping)
+    with torch.device("meta"):
+        drafter = DFlash2Drafter(
+            config,
+            own_embedding=BORROWED[0] in weights,
+            own_head=BORROWED[1] in weights,
+        )
+    dtype = dtype or _widest(weights)
+    weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
+    drafter.load_state_dict(weights, assign=True)
+    return drafter.eval()
+
+
+def check_fit(config: DrafterConfig, target: Target, *, where: str) -> None:
+    """Hold a drafter's config against a loaded target.
+
+    Raises:
+        DFlash2Error: The drafter was made for a target of another shape.
+    """
+    for name, wanted, found in (
+        ("hidden_size", config.hidden_size, target.hidden_size),
+        ("num_target_layers", config.num_target_layers, target.num_layers),
+        ("vocab_size", config.vocab_size, target.vocab_size),
+    ):
+        if wanted != found:
+            raise DFlash2Error(
+                f"{where}: {name} is {wanted}, but the target's is {found}; use the "
+                "drafter trained for this target"
+            )
+
+
+def load_target(
+    path_or_repo: str | os.PathLike,
+    *,
+    revision: str | None = None,
+    offline: bool = False,
+    dtype: torch.dtype | None = None,
+    device: str | torch.device = "cpu",
+) -> Target:
+    """Load a llama target from a folder or the Hub, without running code of its own.
+
+    Args:
+        path_or_repo: A folder, or a Hub repository.
+        revision: Branch, tag or commit of a repository.
+        offline: Use the local Hub cache only.
+        dtype: None keeps the stored one.
+        device: Where to put it.
+
+    Raises:
+        DFlash2Error: The folder does not hold a complete llama model that can be
+            rolled back.
+    """
+    from transformers import LlamaForCausalLM
+
+    source = find_source(
+        path_or_repo, revision=revision, offline=offline, files=TARGET_FILES
+    )
+    raw = read_json(source.folder / "config.json")
+    _check_target_config(raw, where=f"{source.name}/config.json")
+    stored = stored_tensors(source.folder)
+    _refuse_other_dtypes(stored, where=source.name)
+    model, info = LlamaForCausalLM.from_pretrained(
+        source.folder,
+        dtype=dtype or "auto",
+        local_files_only=True,
+        use_safetensors=True,
+        attn_implementation="sdpa",
+        output_loading_info=True,
+    )
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(
+            name for name in map(str, info[kind]) if "rotary_emb." not in name
+        )
+        if names:
+            raise DFlash2Error(
+                f"{source.name}: {kind.replace('_keys', '')} tensors: "
+                f"{', '.join(names[:4])}; not a complete llama model"
+            )
+    _check_rope(raw, model.config.rope_parameters, where=f"{source.name}/config.json")
+    return Target(model.to(device))
+
+
+def _check_target_config(raw: dict, *, where: str) -> None:
+    if raw.get("model_type") != "llama":
+        raise DFlash2Error(
+            f"{where}: model_type is {raw.get('model_type')!r}; only llama targets are "
+            "supported"
+        )
+    if "sliding_attention" in (raw.get("layer_types") or []):
+        raise DFlash2Error(
+            f"{where}: layer_types has sliding_attention; such a target cannot be "
+            "rolled back"
+        )
+    if raw.get("quantization") is not None:
+        raise DFlash2Error(
+            f"{where}: the target is quantized by MLX, which PyTorch cannot read; use "
+            "the unquantized model"
+        )
+
+
+def _check_rope(raw: dict, loaded: dict, *, where: str) -> None:
+    """The rope base in use must be the one the file names, wherever it names it."""
+    nested = raw.get("rope_parameters") or {}
+    for place, base in (
+        ("rope_theta", raw.get("rope_theta")),
+        ("rope_parameters.rope_theta", nested.get("rope_theta")),
+    ):
+        if base is not None and base != loaded["rope_theta"]:
+            raise DFlash2Error(
+                f"{where}: {place} is {base}, but {loaded['rope_theta']} is in use; "
+                "if config.json names two rope bases, keep the right one"
+            )
+
+
+def _refuse_other_dtypes(found: dict[str, StoredTensor], *, where: str) -> None:
+    for name, tensor in found.items():
+        if tensor.dtype not in FLOATS:
+            raise DFlash2Error(
+                f"{where}: {name} is stored as {tensor.dtype}, expected one of "
+                f"{', '.join(sorted(FLOATS))}"
+            )
+
+
+def _read(
+    stored: dict[str, StoredTensor], mapping: dict[str, str]
+) -> dict[str, Tensor]:
+    """Read tensors by stored name, each under its published name."""
+    from safetensors import safe_open
+
+    files: dict[Path, list[str]] = {}
+    for name in mapping:
+        files.setdefault(stored[name].file, []).append(name)
+    weights = {}
+    for file, names in files.items():
+        with safe_open(file, framework="pt") as opened:
+            weights |= {mapping[name]: opened.get_tensor(name) for name in names}
+    return weights
+
+
+def _widest(weights: dict[str, Tensor]) -> torch.dtype:
+    dtype = next(iter(weights.values())).dtype
+    for tensor in weights.values():
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    return dtype

@@ -1,0 +1,109 @@
+"""The target through transformers: a forward that also returns tapped layers."""
+
+import inspect
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaForCausalLM
+
+# transformers renamed the argument
+_CACHE = (
+    "cache"
+    if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters
+    else "past_key_values"
+)
+
+
+class Target:
+    """A frozen llama model. It keeps no sequence: a cache is passed to each forward.
+
+    Attributes:
+        model: The transformers model, in evaluation mode, its weights frozen.
+        eos_token_ids: The tokens that end a sequence, as its files say.
+    """
+
+    def __init__(self, model: LlamaForCausalLM):
+        self.model = model.eval().requires_grad_(False)
+        self.eos_token_ids = frozenset(
+            _as_list(model.generation_config.eos_token_id)
+            or _as_list(model.config.eos_token_id)
+        )
+
+    @property
+    def hidden_size(self) -> int:
+        return self.model.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        return self.model.config.num_hidden_layers
+
+    @property
+    def vocab_size(self) -> int:
+        return self.model.config.vocab_size
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Embeddings (..., D) of token ids (...)."""
+        return self.model.get_input_embeddings()(tokens)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """Logits (..., V) of rows (..., D), in the head's dtype."""
+        head = self.model.get_output_embeddings()
+        return head(hidden.to(head.weight.dtype))
+
+    def make_cache(self) -> DynamicCache:
+        """An empty key/value cache, for one sequence or batch."""
+        return DynamicCache(config=self.model.config)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        cache: DynamicCache | None = None,
+        *,
+        taps: Sequence[int] = (),
+        logits_to_keep: int = 0,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Run the model.
+
+        Args:
+            tokens: Shape: (B, S).
+            cache: Extended in place; None runs without one.
+            taps: Layers whose output to return, 0-based; the last layer's is not to
+                be had before the final norm, so it may not be tapped.
+            logits_to_keep: Compute logits for this many last rows only; 0 for all.
+
+        Returns:
+            Logits (B, S, V), and the tapped outputs joined in the given order on the
+            last axis, (B, S, T*D); None without taps.
+        """
+        output = self.model(
+            tokens,
+            **{_CACHE: cache},
+            use_cache=cache is not None,
+            output_hidden_states=bool(taps),
+            logits_to_keep=logits_to_keep,
+        )
+        if not taps:
+            return output.logits, None
+        if not all(0 <= tap < self.num_layers - 1 for tap in taps):
+            raise ValueError(f"taps {list(taps)} of {self.num_layers} layers")
+        states = output.hidden_states  # states[0] is the embedding
+        return output.logits, torch.cat([states[tap + 1] for tap in taps], dim=-1)
+
+    def roll_back(self, cache: DynamicCache, length: int) -> None:
+        """Cut the cache to its first `length` positions."""
+        excess = cache.get_seq_length() - length
+        if excess < 0:
+            raise ValueError(f"the cache is {-excess} positions short of {length}")
+        if excess:
+            cache.crop(-excess)  # a positive count means other things by version
+
+
+def _as_list(value: int | list[int] | None) -> list[int]:
+    if value is None:
+        return []
+    return [value] if isinstance(value, int) else list(value)
