@@ -46,27 +46,30 @@ class LayerContext:
         return self.keys[:, :, :total], self.values[:, :, :total]
 
     def _write(self, keys: mx.array, values: mx.array) -> None:
-        self._reserve(keys, values)
+        if self.keys is None:
+            shape = [*keys.shape[:2], 0, keys.shape[3]]
+            self.keys = mx.zeros(shape, keys.dtype)
+            self.values = mx.zeros(shape, values.dtype)
+        self.make_room(keys.shape[2])
         end = self.rows + keys.shape[2]
         self.keys[:, :, self.rows : end] = keys
         self.values[:, :, self.rows : end] = values
 
-    def _reserve(self, keys: mx.array, values: mx.array) -> None:
-        """Make room for these rows behind the context, dropping what no block sees."""
-        if self.keys is not None and self.rows + keys.shape[2] <= self.keys.shape[2]:
+    def make_room(self, count: int) -> None:
+        """Let `count` rows fit behind the context; may drop rows no block will see."""
+        if self.keys is None or self.rows + count <= self.keys.shape[2]:
             return
         kept = self.rows if self.window is None else min(self.rows, self.window - 1)
-        capacity = -(-(kept + keys.shape[2]) // self.step) * self.step
-        for name, new in (("keys", keys), ("values", values)):
-            held = getattr(self, name)
-            room = [*new.shape[:2], capacity - kept, new.shape[3]]
-            grown = mx.zeros(room, new.dtype)
-            if kept:
-                grown = mx.concatenate(
-                    [held[:, :, self.rows - kept : self.rows], grown], axis=2
-                )
-            setattr(self, name, grown)
+        capacity = -(-(kept + count) // self.step) * self.step
+        self.keys = self._moved(self.keys, kept, capacity)
+        self.values = self._moved(self.values, kept, capacity)
         self.rows = kept
+
+    def _moved(self, held: mx.array, kept: int, capacity: int) -> mx.array:
+        """The newest `kept` rows at the start of a buffer of `capacity` rows."""
+        room = [*held.shape[:2], capacity - kept, held.shape[3]]
+        newest = held[:, :, self.rows - kept : self.rows]
+        return mx.concatenate([newest, mx.zeros(room, held.dtype)], axis=2)
 
     @property
     def arrays(self) -> list[mx.array]:

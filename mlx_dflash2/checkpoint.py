@@ -1,4 +1,4 @@
-"""Find a model folder or Hub repository, list its tensors, write a folder in one move."""
+"""Find a model folder or Hub repository, list its tensors, write a folder whole."""
 
 import contextlib
 import os
@@ -61,15 +61,20 @@ def find_source(
         DFlash2Error: Nothing of that name exists or it cannot be had.
     """
     name = os.fspath(path_or_repo)
-    folder = Path(name).expanduser()
-    if folder.is_dir():
+    try:
+        folder = Path(name).expanduser()
+        is_folder, exists = folder.is_dir(), folder.exists()
+    except (OSError, RuntimeError) as error:  # name too long, no permission, no ~user
+        reason = getattr(error, "strerror", None) or str(error)
+        raise DFlash2Error(f"{name}: no folder can be had there ({reason})") from None
+    if is_folder:
         if revision is not None:
             raise DFlash2Error(
                 f"{name}: a local folder has no revisions; leave out revision "
                 f"{revision!r} or name a Hub repository"
             )
         return Source(folder, name)
-    if folder.exists():
+    if exists:
         raise DFlash2Error(f"{name}: expected a model folder, found a file")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
         raise DFlash2Error(f"{name or repr(name)}: no such folder")
@@ -81,45 +86,68 @@ def _download(
 ) -> Source:
     from huggingface_hub import constants, errors, snapshot_download
 
-    offline = offline or constants.is_offline_mode()
-    at = f"{repo}@{revision}" if revision else repo
+    if revision is not None and (
+        ".." in revision or not re.fullmatch(r"\w[\w./+-]*", revision)
+    ):
+        raise DFlash2Error(
+            f"{repo}: {revision!r} is not a revision; give a branch, tag or commit"
+        )
+    offline = offline or constants.HF_HUB_OFFLINE
     try:
         folder = snapshot_download(
             repo,
             revision=revision,
             allow_patterns=list(files),
+            ignore_patterns=["*/*.safetensors"],  # other formats kept in subfolders
             local_files_only=offline,
         )
-    except errors.GatedRepoError:
-        raise DFlash2Error(
-            f"{at}: access is gated; accept its terms on the Hub and log in with "
-            "`hf auth login`"
-        ) from None
-    except errors.RepositoryNotFoundError:
-        raise DFlash2Error(
-            f"{at}: neither a folder here nor a repository on the Hub"
-        ) from None
-    except errors.RevisionNotFoundError:
-        raise DFlash2Error(f"{repo}: the Hub knows no revision {revision!r}") from None
-    except (errors.LocalEntryNotFoundError, errors.OfflineModeIsEnabled) as error:
-        reason = (
-            "not complete in the local Hub cache; run once without --offline"
-            if offline
-            else "no folder of this name here, and the Hub cannot be reached"
-        )
-        raise DFlash2Error(f"{at}: {reason}{_missing_file(error)}") from None
-    except errors.HFValidationError:
-        raise DFlash2Error(f"{repo}: no such folder, nor a repository id") from None
-    except errors.HfHubHTTPError as error:
-        raise DFlash2Error(f"{at}: the Hub answered {error}") from None
-    except OSError as error:
-        raise DFlash2Error(f"{at}: download failed ({error})") from None
+    except (errors.HTTPError, OSError, ValueError) as error:
+        raise _explained(error, repo, revision, offline) from None
     return Source(Path(folder), repo, Path(folder).name)
 
 
-def _missing_file(error: Exception) -> str:
-    named = re.search(r"[\w./-]+\.(safetensors|json)", str(error))
-    return f" (missing {named[0]})" if named else ""
+def _explained(
+    error: Exception, repo: str, revision: str | None, offline: bool
+) -> DFlash2Error:
+    """What went wrong with a download, in one line."""
+    from huggingface_hub import errors
+
+    at = f"{repo}@{revision}" if revision else repo
+    if isinstance(error, errors.GatedRepoError):
+        reason = "access is gated; accept its terms on the Hub and run `hf auth login`"
+    elif isinstance(error, errors.RepositoryNotFoundError):
+        reason = (
+            "neither a folder here nor a repository on the Hub (if it is private, run "
+            "`hf auth login`)"
+        )
+    elif isinstance(error, errors.RevisionNotFoundError):
+        reason = "the Hub knows no such revision"
+    elif isinstance(error, errors.HFValidationError):
+        reason = "no such folder, nor a repository id"
+    elif isinstance(error, errors.LocalEntryNotFoundError):
+        reason = _not_cached(error, offline)
+    elif isinstance(error, errors.HfHubHTTPError):
+        reason = f"the Hub refused ({_first_line(error)})"
+    else:
+        reason = f"download failed ({_first_line(error)}); run again to resume"
+    return DFlash2Error(f"{at}: {reason}")
+
+
+def _not_cached(error: Exception, offline: bool) -> str:
+    named = re.search(r"missing \((.+?)\)\.(?: |$)", str(error))
+    if named:
+        found = f"incomplete in the local Hub cache (missing {named[1]})"
+    else:
+        found = "no folder here and not in the local Hub cache"
+    if offline:
+        return f"{found}; run once without --offline and HF_HUB_OFFLINE"
+    reason = f" ({_first_line(error.__cause__)})" if error.__cause__ else ""
+    return f"{found}, and the Hub cannot be reached{reason}"
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
 
 
 def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
@@ -138,6 +166,7 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     files = sorted(folder.glob("model*.safetensors")) or sorted(
         folder.glob("*.safetensors")
     )
+    _refuse_missing_shards(folder, files)
     if not files:
         pickles = [*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth")]
         hint = (
@@ -157,6 +186,17 @@ def stored_tensors(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
+def _refuse_missing_shards(folder: Path, files: list[Path]) -> None:
+    """Shards without an index still say in their names how many they are."""
+    named = [re.fullmatch(r"(.+)-(\d+)-of-(\d+)\.safetensors", f.name) for f in files]
+    there = {file.name for file in files}
+    for stem, number, total in {match.groups() for match in named if match}:
+        for index in range(1, int(total) + 1):
+            shard = f"{stem}-{index:0{len(number)}}-of-{total}.safetensors"
+            if shard not in there:
+                raise DFlash2Error(f"{folder}: {shard} is missing; fetch it again")
+
+
 def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -165,6 +205,11 @@ def _indexed_tensors(index: Path) -> dict[str, StoredTensor]:
     for file_name in sorted(set(map(str, weight_map.values()))):
         if Path(file_name).name != file_name or "\\" in file_name:
             raise DFlash2Error(f"{index}: {file_name!r} leads outside the folder")
+        if not file_name.endswith(".safetensors"):
+            raise DFlash2Error(
+                f"{index}: lists {file_name!r}, which is not a safetensors file; other "
+                "formats are never opened"
+            )
         file = index.parent / file_name
         if not file.exists():
             raise DFlash2Error(f"{index}: lists {file_name}, which is not there")

@@ -105,6 +105,7 @@ class DFlash2Drafter(nn.Module):
         rows, length = block.astype(self.dtype), block.shape[1]
         masks: dict[tuple, mx.array | str | None] = {}
         for index, (layer, held) in enumerate(zip(self.layers, context, strict=True)):
+            held.make_room(length)
             sight = self.config.layer_window(index), self.config.layer_is_causal(index)
             if sight not in masks:
                 masks[sight] = block_mask(held.rows, length, *sight)

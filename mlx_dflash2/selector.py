@@ -30,9 +30,8 @@ class Proposal:
 def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The `count` largest logits of each row: value descending, then id ascending.
 
-    Value and id are packed into one sortable integer, so the order never depends on
-    how a backend sorts equal values. Only the best chunks of the row are sorted: the
-    `count` best entries lie in the `count` chunks with the best maxima.
+    Only the best chunks of a row are sorted: its `count` best entries lie in the
+    `count` chunks that come first by maximum, then by position.
 
     Args:
         logits: Shape: (g, V).
@@ -41,23 +40,33 @@ def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
         Ids (int32) and float32 logits, both of shape (g, count).
     """
     slots, size = logits.shape
-    bits = (logits.astype(mx.float32) + 0.0).view(mx.int32)
-    ordered = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
-    ids = mx.arange(size, dtype=mx.int64)
-    packed = mx.left_shift(ordered, mx.array(32, mx.int64)) | (LOW_WORD - ids)
     chunks = -(-size // CHUNK)
-    if chunks > count:
-        lowest = mx.array(-(2**63) + 1, mx.int64)
-        padding = mx.broadcast_to(lowest, (slots, chunks * CHUNK - size))
-        packed = mx.concatenate([packed, padding], axis=-1)
-        packed = packed.reshape(slots, chunks, CHUNK)
-        best = mx.argpartition(packed.max(axis=-1), kth=chunks - count, axis=-1)
-        best = best[:, chunks - count :, None]
-        packed = mx.take_along_axis(packed, best, axis=1).reshape(slots, -1)
+    if chunks <= count:
+        return _sorted(logits, mx.arange(size), count)
+    padding = mx.full((slots, chunks * CHUNK - size), -mx.inf, logits.dtype)
+    table = mx.concatenate([logits, padding], axis=-1).reshape(slots, chunks, CHUNK)
+    best, _ = _sorted(table.max(axis=-1), mx.arange(chunks), count)
+    rows = mx.take_along_axis(table, best[..., None], axis=1).reshape(slots, -1)
+    ids = best[..., None] * CHUNK + mx.arange(CHUNK)
+    return _sorted(rows, ids.reshape(slots, -1), count)
+
+
+def _sorted(
+    values: mx.array, ids: mx.array, count: int
+) -> tuple[mx.array, mx.array]:
+    """The first `count` ids and values by value descending, then id ascending.
+
+    Value and id are packed into one integer, so that the order of equal values never
+    depends on how a backend sorts.
+    """
+    values = values.astype(mx.float32) + 0.0  # -0.0 and 0.0 are equal
+    bits = values.view(mx.int32)
+    rising = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
+    packed = mx.left_shift(rising, mx.array(32, mx.int64)) | (LOW_WORD - ids.astype(mx.int64))
     packed = mx.sort(packed, axis=-1)[:, ::-1][:, :count]
-    chosen = (LOW_WORD - (packed & LOW_WORD)).astype(mx.int32)
-    values = mx.take_along_axis(logits, chosen, axis=-1)
-    return chosen, values.astype(mx.float32)
+    rising = mx.right_shift(packed, mx.array(32, mx.int64)).astype(mx.int32)
+    bits = mx.where(rising < 0, rising ^ 0x7FFFFFFF, rising)
+    return (LOW_WORD - (packed & LOW_WORD)).astype(mx.int32), bits.view(mx.float32)
 
 
 class CandidateSelector(nn.Module):

@@ -1,0 +1,144 @@
+"""Tokens to text as it is decided, and prompts to tokens."""
+
+from collections.abc import Sequence
+
+from .errors import DFlash2Error
+
+INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
+
+
+class TextStream:
+    """Turns tokens into pieces of text that never have to be taken back.
+
+    A piece never ends inside a character, and text that may be the start of a stop
+    string is held back. Special tokens are shown: MiniCPM5 marks tool calls with them.
+
+    Args:
+        tokenizer: Anything with Hugging Face's `decode`.
+        stops: Strings that end the text; they are cut from it.
+
+    Attributes:
+        text: Everything given out so far.
+        stopped: A stop string was found; nothing more will be given out.
+    """
+
+    def __init__(self, tokenizer, stops: Sequence[str] = ()):
+        self._tokenizer, self._stops = tokenizer, list(stops)
+        self._tokens: list[int] = []
+        self._from = self._read = 0  # a window of tokens to decode, its known part
+        self._held = ""
+        self.text = ""
+        self.stopped = False
+
+    def push(self, token: int) -> str:
+        """Add a token; the text that became certain."""
+        self._tokens.append(token)
+        known = self._decode(self._tokens[self._from : self._read])
+        window = self._decode(self._tokens[self._from :])
+        if window.endswith(INCOMPLETE):
+            return ""
+        self._from, self._read = self._read, len(self._tokens)
+        return self._release(window[len(known) :])
+
+    def finish(self) -> str:
+        """The rest: what was held back, without an incomplete last character."""
+        if self.stopped:
+            return ""
+        known = self._decode(self._tokens[self._from : self._read])
+        window = self._decode(self._tokens[self._from :]).rstrip(INCOMPLETE)
+        piece = self._release(window[len(known) :])
+        rest, self._held = self._held, ""
+        if self.stopped:
+            rest = ""
+        self.text += rest
+        return piece + rest
+
+    def _release(self, piece: str) -> str:
+        """Give out what no stop string can claim any more."""
+        held = self._held + piece
+        found = [at for stop in self._stops if (at := held.find(stop)) >= 0]
+        if found:
+            self.stopped, held, keep = True, held[: min(found)], 0
+        else:
+            keep = max((_overlap(held, stop) for stop in self._stops), default=0)
+        piece, self._held = held[: len(held) - keep], held[len(held) - keep :]
+        self.text += piece
+        return piece
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    lengths = range(min(len(text), len(stop) - 1), 0, -1)
+    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+
+
+def encode_prompt(tokenizer, prompt, template_options: dict | None = None) -> list[int]:
+    """Token ids of a prompt.
+
+    Args:
+        tokenizer: mlx-lm's wrapper.
+        prompt: A string, encoded as mlx-lm does (with special tokens unless it begins
+            with the bos text); a list of messages, rendered by the chat template; or
+            token ids as a list or an array.
+        template_options: Variables for the chat template.
+
+    Raises:
+        DFlash2Error: The prompt is empty or of another kind.
+    """
+    if isinstance(prompt, str):
+        bos = tokenizer.bos_token
+        ids = tokenizer.encode(
+            prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
+        )
+    elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
+        ids = render_chat(tokenizer, prompt, template_options or {})
+    else:
+        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+    if not ids:
+        raise DFlash2Error("the prompt is empty; give at least one token of text")
+    if not all(isinstance(token, int) for token in ids):
+        raise DFlash2Error(
+            "the prompt must be a string, messages, or a flat list of token ids"
+        )
+    return ids
+
+
+def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
+    """Token ids of messages in the tokenizer's chat template.
+
+    A last message of the assistant is continued. Template variables that are not in
+    `options` stay undefined, so the template's own defaults hold. The template writes
+    the bos text itself, therefore none is added.
+    """
+    if not tokenizer.has_chat_template:
+        raise DFlash2Error(
+            "this tokenizer has no chat template; pass the prompt as plain text "
+            "(--ignore-chat-template)"
+        )
+    continued = messages[-1].get("role") == "assistant"
+    inner = getattr(tokenizer, "_tokenizer", tokenizer)  # the wrapper sets thinking
+    try:
+        text = inner.apply_chat_template(
+            messages,
+            tokenize=False,
+            continue_final_message=continued,
+            add_generation_prompt=not continued,
+            **options,
+        )
+    except Exception as error:  # a template may raise anything
+        raise DFlash2Error(f"the chat template failed: {error}") from error
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def repeats(tokens: Sequence[int], *, least: int = 64) -> int | None:
+    """The period of a loop the last `least` tokens are caught in, or None."""
+    tail = list(tokens[-least:])
+    if len(tail) < least:
+        return None
+    periods = range(1, least // 4 + 1)
+    return next((p for p in periods if tail[p:] == tail[:-p]), None)
