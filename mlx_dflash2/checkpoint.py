@@ -61,6 +61,8 @@ def find_source(
         DFlash2Error: Nothing of that name exists or it cannot be had.
     """
     name = os.fspath(path_or_repo)
+    if not name:
+        raise DFlash2Error("'': no such folder; name a folder or a Hub repository")
     try:
         folder = Path(name).expanduser()
         is_folder, exists = folder.is_dir(), folder.exists()
@@ -77,7 +79,7 @@ def find_source(
     if exists:
         raise DFlash2Error(f"{name}: expected a model folder, found a file")
     if not re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
-        raise DFlash2Error(f"{name or repr(name)}: no such folder")
+        raise DFlash2Error(f"{name}: no such folder")
     return _download(name, revision, offline, files)
 
 
