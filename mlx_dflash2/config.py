@@ -1,8 +1,10 @@
 """A drafter's config.json, read from every place its fields are published in."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .errors import DFlash2Error
 
@@ -78,9 +80,12 @@ class DrafterConfig:
             num_key_value_heads=read.integer("num_key_value_heads"),
             head_dim=read.integer("head_dim", default=size // heads),
             vocab_size=vocab,
-            rms_norm_eps=read.number("rms_norm_eps"),
+            rms_norm_eps=read.number("rms_norm_eps", minimum=0.0),
             rope_theta=read.number(
-                "rope_theta", "rope_parameters.rope_theta", "rope_scaling.rope_theta"
+                "rope_theta",
+                "rope_parameters.rope_theta",
+                "rope_scaling.rope_theta",
+                minimum=1.0,
             ),
             rope_interleaved=not read.flag(
                 "is_neox_style", "rope_is_neox_style", default=True
@@ -144,6 +149,11 @@ class DrafterConfig:
             f"{self.hidden_size}",
         )
         demand(
+            self.head_dim % 2 == 0,
+            f"head_dim is {self.head_dim}, but rotary positions turn pairs; it must be "
+            "even",
+        )
+        demand(
             self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
             f"{self.vocab_size}",
@@ -188,7 +198,9 @@ def read_json(path: Path) -> dict:
     except ValueError as error:
         raise DFlash2Error(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
-        raise DFlash2Error(f"{path}: expected a JSON object, found {type(raw).__name__}")
+        raise DFlash2Error(
+            f"{path}: expected a JSON object, found {type(raw).__name__}"
+        )
     return raw
 
 
@@ -208,8 +220,8 @@ class _Reader:
             value = value.get(key) if isinstance(value, dict) else None
         return value
 
-    def find(self, *places: str):
-        """The one value found, None if no place has it."""
+    def find(self, *places: str) -> tuple[str, Any]:
+        """The one value found and its place; None and the first place without one."""
         found = [(p, v) for p in places if (v := self.at(p)) is not None]
         for place, value in found[1:]:
             first, known = found[0]
@@ -218,10 +230,10 @@ class _Reader:
                     f"{first} is {known!r} but {place} is {value!r}; they name one "
                     "setting, keep the right one"
                 )
-        return found[0][1] if found else None
+        return found[0] if found else (places[0], None)
 
-    def need(self, *places: str, default=None):
-        value = self.find(*places)
+    def need(self, *places: str, default: Any = None) -> tuple[str, Any]:
+        place, value = self.find(*places)
         if value is None:
             value = default
         if value is None:
@@ -229,27 +241,33 @@ class _Reader:
                 f"{' (or '.join(places)}{')' * (len(places) - 1)} is missing; it "
                 "changes the result, so it has no default"
             )
-        return value
+        return place, value
 
-    def integer(self, *places: str, minimum: int = 1, default: int | None = None):
-        value = self.need(*places, default=default)
+    def integer(
+        self, *places: str, minimum: int = 1, default: int | None = None
+    ) -> int:
+        place, value = self.need(*places, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
             raise self.fail(
-                f"{places[0]} is {value!r}, expected a whole number of at least "
-                f"{minimum}"
+                f"{place} is {value!r}, expected a whole number of at least {minimum}"
             )
         return value
 
-    def number(self, *places: str, default: float | None = None) -> float:
-        value = self.need(*places, default=default)
+    def number(
+        self, *places: str, default: float | None = None, minimum: float = -math.inf
+    ) -> float:
+        place, value = self.need(*places, default=default)
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.fail(f"{places[0]} is {value!r}, expected a number")
+            raise self.fail(f"{place} is {value!r}, expected a number")
+        if not math.isfinite(value) or value < minimum:
+            least = f" of at least {minimum:g}" if math.isfinite(minimum) else ""
+            raise self.fail(f"{place} is {value!r}, expected a finite number{least}")
         return float(value)
 
     def flag(self, *places: str, default: bool | None = None) -> bool | None:
-        value = self.find(*places)
+        place, value = self.find(*places)
         if value is not None and not isinstance(value, bool):
-            raise self.fail(f"{places[0]} is {value!r}, expected true or false")
+            raise self.fail(f"{place} is {value!r}, expected true or false")
         return default if value is None else value
 
     def nested_integer(self, name: str) -> int:
@@ -259,50 +277,71 @@ class _Reader:
         return self.number(f"dflash_config.{name}", name, default=default)
 
 
+ONLY = {  # settings this network has one form of
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "partial_rotary_factor": 1,
+    "rope_parameters.partial_rotary_factor": 1,
+    "rope_scaling.partial_rotary_factor": 1,
+    "logits_start": 1,
+    "dflash_config.logits_start": 1,
+    "sample_from_anchor": False,
+    "dflash_config.sample_from_anchor": False,
+    "dflash_config.projector_type": "dflash2",
+    "rope_parameters.rope_type": "default",
+    "rope_parameters.type": "default",
+    "rope_scaling.rope_type": "default",
+    "rope_scaling.type": "default",
+    "rope_parameters.factor": 1,
+    "rope_scaling.factor": 1,
+}
+
+DSPARK = (
+    "markov_rank",
+    "markov_head_type",
+    "enable_confidence_head",
+    "confidence_head_with_markov",
+    "dspark_config",
+    "dspark_markov_rank",
+)
+
+
 def _refuse_other_networks(read: _Reader) -> None:
     """Refuse a config that describes something this network does not compute."""
     if read.at("transformer_layer_config") or read.at("speculators_config"):
         raise read.fail("the speculators schema is not supported; export in z-lab's")
-    names = read.at("architectures") or []
-    for name in [names] if isinstance(names, str) else names:
-        if "dspark" in name.lower() or ("DFlash" in name and "DFlash2" not in name):
-            raise read.fail(
-                f"architectures names {name}, but only {ARCHITECTURE} is supported"
-            )
-    projector = read.at("dflash_config.projector_type")
-    if projector not in (None, "dflash2"):
-        raise read.fail(f"dflash_config.projector_type {projector!r} is not supported")
+    for part in ("dflash_config", "rope_parameters", "rope_scaling", "quantization"):
+        if not isinstance(read.at(part), dict | None):
+            raise read.fail(f"{part} is {read.at(part)!r}, expected an object")
+    _refuse_other_families(read)
     draft_vocab = read.at("draft_vocab_size")
     if draft_vocab not in (None, read.at("vocab_size")):
         raise read.fail(
             f"draft_vocab_size {draft_vocab} differs from vocab_size "
             f"{read.at('vocab_size')}; reduced vocabularies are not supported"
         )
-    only = {
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "partial_rotary_factor": 1,
-        "rope_parameters.partial_rotary_factor": 1,
-        "logits_start": 1,
-        "dflash_config.logits_start": 1,
-        "sample_from_anchor": False,
-        "dflash_config.sample_from_anchor": False,
-    }
-    for place, supported in only.items():
+    for place, supported in ONLY.items():
         if read.at(place) not in (None, supported):
             raise read.fail(
-                f"{place} is {read.at(place)!r}; DFlash 2 is only defined for "
-                f"{supported!r}"
+                f"{place} is {read.at(place)!r}; only {supported!r} is supported"
             )
-    rope = read.find(
-        "rope_parameters.rope_type",
-        "rope_parameters.type",
-        "rope_scaling.rope_type",
-        "rope_scaling.type",
-    )
-    if rope not in (None, "default"):
-        raise read.fail(f"rope_type {rope!r} is not supported, only 'default'")
+
+
+def _refuse_other_families(read: _Reader) -> None:
+    names = read.at("architectures") or []
+    for name in names if isinstance(names, list) else [names]:
+        if "dflash2" not in str(name).lower() or "dspark" in str(name).lower():
+            raise read.fail(
+                f"architectures names {name}, but only {ARCHITECTURE} is supported"
+            )
+    for place in DSPARK:
+        for at in (place, f"dflash_config.{place}"):
+            if read.at(at):
+                raise read.fail(
+                    f"{at} is {read.at(at)!r}, which belongs to DSpark; a drafter is "
+                    "one or the other"
+                )
 
 
 def _read_layers(
@@ -342,7 +381,7 @@ def _read_layers(
 
 
 def _read_taps(read: _Reader) -> tuple[int, ...]:
-    taps = read.need(
+    place, taps = read.need(
         "dflash_config.target_layer_ids",
         "target_layer_ids",
         "dspark_target_layer_ids",
@@ -352,27 +391,44 @@ def _read_taps(read: _Reader) -> tuple[int, ...]:
         or not taps
         or not all(isinstance(tap, int) and not isinstance(tap, bool) for tap in taps)
     ):
-        raise read.fail(f"target_layer_ids is {taps!r}, expected a list of layers")
+        raise read.fail(f"{place} is {taps!r}, expected a list of layers")
     return tuple(taps)
 
 
 def _read_depth(read: _Reader, taps: tuple[int, ...]) -> int:
-    """The target's depth: `num_target_layers` may hold the number of taps instead."""
-    depth = read.at("target_num_hidden_layers")
-    if depth is not None:
-        return read.integer("target_num_hidden_layers")
-    depth = read.integer("num_target_layers", "dflash_config.num_target_layers")
-    if depth == len(taps) and max(taps) >= depth:
+    """The target's depth; `num_target_layers` may hold the number of taps instead.
+
+    It does where it equals that number and a tap lies beyond it, or where the depth is
+    given as well.
+    """
+    explicit = read.at("target_num_hidden_layers")
+    places = ("dflash_config.num_target_layers", "num_target_layers")
+    given = [place for place in places if read.at(place) is not None]
+    depths = {place: read.integer(place) for place in given}
+    if explicit is not None:
+        depths = {"target_num_hidden_layers": read.integer("target_num_hidden_layers")}
+        depths |= {p: read.at(p) for p in given if read.at(p) != len(taps)}
+    else:
+        depths = {
+            place: depth
+            for place, depth in depths.items()
+            if depth != len(taps) or max(taps) < depth
+        }
+    if given and not depths:
         raise read.fail(
-            f"num_target_layers {depth} is the number of taps; the target's depth "
+            f"{given[0]} {len(taps)} is the number of taps; the target's depth "
             "(target_num_hidden_layers) is missing"
         )
-    return depth
+    return read.integer(*(depths or ["num_target_layers"]))
 
 
 def _read_causality(read: _Reader) -> bool | None:
-    places = ("is_causal", "dflash_config.causal", "dflash_query_causal")
-    causal = read.flag(*places)
+    causal = read.flag(
+        "is_causal",
+        "dflash_config.is_causal",
+        "dflash_config.causal",
+        "dflash_query_causal",
+    )
     free = read.flag("sliding_window_non_causal")
     if free is not None and causal is not None and causal == free:
         raise read.fail(
