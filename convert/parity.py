@@ -38,8 +38,9 @@ def logits_gap(source: StoredDrafter, written: StoredDrafter) -> float | None:
         return None
     from . import arrays
 
-    form = arrays.metadata_of(next(iter(written.tensors.values())).file)["format"]
-    for_mlx, for_torch = (written, source) if form == "mlx" else (source, written)
+    made_for = arrays.metadata_of(next(iter(written.tensors.values())).file)
+    pair = (source, written) if made_for.get("format") == "pt" else (written, source)
+    for_mlx, for_torch = pair
     material = _draw(source.config)
     of_mlx = _mlx_logits(for_mlx, material)
     of_torch = _torch_logits(for_torch, material)

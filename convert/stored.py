@@ -86,7 +86,8 @@ def read_drafter(source: Source) -> StoredDrafter:
 def _refuse_target(raw: dict, where: str) -> None:
     names = raw.get("architectures") or []
     names = [names] if isinstance(names, str) else [str(name) for name in names]
-    if raw.get("dflash_config") or any("dflash" in name.lower() for name in names):
+    drafts = raw.get("dflash_config") or raw.get("target_layer_ids")
+    if drafts or any("dflash" in name.lower() for name in names):
         return
     causal = [name for name in names if name.endswith("ForCausalLM")]
     if causal or (not names and raw.get("model_type") == "llama"):

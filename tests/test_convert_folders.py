@@ -279,6 +279,21 @@ def test_a_target_is_not_converted(pair, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_target_without_architectures_is_not_converted(tmp_path):
+    config = small_config(architectures=None, model_type="llama", dflash_config=None)
+    source = write_drafter(tmp_path / "s", {}, config=config)
+    with pytest.raises(DFlash2Error, match="a target .llama., not a drafter"):
+        to_mlx(source, tmp_path / "out")
+
+
+def test_a_drafter_under_a_plain_architecture_is_not_called_a_target(tmp_path):
+    tensors = random_tensors(small_config())
+    config = small_config(architectures=["Qwen3ForCausalLM"])
+    source = write_drafter(tmp_path / "source", tensors, config=config)
+    with pytest.raises(DFlash2Error, match="only DFlash2DraftModel is supported"):
+        to_torch(source, tmp_path / "out")
+
+
 def test_another_kind_of_drafter_is_refused(tmp_path):
     config = small_config(architectures=["Qwen3DSparkModel"])
     tensors = random_tensors(small_config())
