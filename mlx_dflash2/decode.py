@@ -188,9 +188,10 @@ class Decoding:
             partial(self.rule.processed, logits[:, i], self._history(drafted[:i]))
             for i in range(width + 1)
         ]
-        verdict = self._judge(rows, proposal)
-        mx.eval(drafted, verdict.accepted, verdict.bonus)
+        verdict, sound = self._judge(rows, proposal), _is_sound(proposal)
+        mx.eval(drafted, verdict.accepted, verdict.bonus, sound)
         drafted, accepted = drafted.tolist(), verdict.accepted.item()
+        assert sound.item()
         assert 0 <= accepted <= width
         assert all(0 <= token < self.target.vocab_size for token in drafted)
         kept = self._take(drafted[:accepted] + [verdict.bonus.item()])
@@ -222,8 +223,6 @@ class Decoding:
         p = mx.stack(
             [self.rule.probabilities(row, coins[i]) for i, row in enumerate(logprobs)]
         )
-        sound = (mx.abs(proposal.probabilities.sum(-1) - 1) < 1e-3).all()
-        assert (sound & (drafted_probability(proposal) > 0).all()).item()
         uniforms = mx.random.uniform(shape=proposal.tokens.shape, key=accept_key)
         return accept_sampled(proposal, p, uniforms, bonus_key)
 
@@ -279,3 +278,11 @@ class Decoding:
 
     def _context_arrays(self) -> list[mx.array]:
         return [array for held in self.context for array in held.arrays]
+
+
+def _is_sound(proposal: Proposal | None) -> mx.array:
+    """Whether q is a distribution and every drafted token can come from it."""
+    if proposal is None or proposal.probabilities is None:
+        return mx.array(True)
+    sums_to_one = mx.abs(proposal.probabilities.sum(axis=-1) - 1) < 1e-3
+    return (sums_to_one & (drafted_probability(proposal) > 0)).all()

@@ -96,6 +96,7 @@ class TokenRule:
         config: Checked against the vocabulary by the caller.
         processors: Pure functions `(tokens, logits)` applied after the penalties.
         xtc_special_tokens: Tokens XTC never removes; mlx-lm takes newline and EOS.
+        sampler: Chooses tokens from log-probabilities instead, in plain decoding only.
     """
 
     def __init__(
@@ -104,8 +105,9 @@ class TokenRule:
         *,
         processors: Sequence[LogitsProcessor] = (),
         xtc_special_tokens: Sequence[int] = (),
+        sampler: Callable[[mx.array], mx.array] | None = None,
     ):
-        self.config = config
+        self.config, self.sampler = config, sampler
         self.special = list(xtc_special_tokens)
         self.processors = [
             *make_logits_processors(
@@ -162,6 +164,8 @@ class TokenRule:
 
     def choose(self, logprobs: mx.array, key: mx.array | None) -> mx.array:
         """Decode one token plainly: the best one, or a draw. A scalar."""
+        if self.sampler is not None:
+            return self.sampler(logprobs).reshape(())
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)[0]
         coin_key, draw_key = mx.random.split(key)
