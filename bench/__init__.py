@@ -1,0 +1,1 @@
+"""Measures plain against speculative decoding on one machine."""
