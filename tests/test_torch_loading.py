@@ -86,13 +86,23 @@ def test_a_missing_or_unknown_tensor_is_refused(tmp_path):
         load_drafter(write_drafter(tmp_path / "b", more))
 
 
-@pytest.mark.parametrize("asked", [None, torch.bfloat16])
-def test_mixed_dtypes_become_the_one_that_holds_them_all(tmp_path, asked):
-    tensors = tensors_of(drafter_numbers(drafter_config()), torch.bfloat16)
-    tensors["fc.weight"] = tensors["fc.weight"].to(torch.float16)
+@pytest.mark.parametrize(
+    ("stored", "fc", "asked", "expected"),
+    [
+        (torch.bfloat16, torch.bfloat16, None, torch.bfloat16),
+        (torch.float32, torch.float32, None, torch.float32),
+        (torch.float16, torch.float16, None, torch.float32),
+        (torch.bfloat16, torch.float32, None, torch.float32),
+        (torch.float32, torch.bfloat16, torch.bfloat16, torch.bfloat16),
+    ],
+)
+def test_it_computes_in_one_dtype_and_never_unasked_in_float16(
+    tmp_path, stored, fc, asked, expected
+):
+    tensors = tensors_of(drafter_numbers(drafter_config()), stored)
+    tensors["fc.weight"] = tensors["fc.weight"].to(fc)
     drafter = load_drafter(write_drafter(tmp_path / "d", tensors), dtype=asked)
-    dtypes = {tensor.dtype for tensor in drafter.state_dict().values()}
-    assert dtypes == {asked or torch.float32}
+    assert {tensor.dtype for tensor in drafter.state_dict().values()} == {expected}
 
 
 def test_a_stored_integer_tensor_is_refused(tmp_path):
@@ -191,13 +201,14 @@ def test_an_incomplete_target_is_refused(tmp_path):
     tensors = tensors_of(target_numbers())
     del tensors["lm_head.weight"]
     with pytest.raises(DFlash2Error, match="missing tensors: lm_head.weight"):
-        load_target(write_target(tmp_path / "t", tensors))
+        load_target(write_target(tmp_path / "t", tensors, tie_word_embeddings=False))
 
 
-def test_a_tied_target_needs_no_head(tmp_path):
+@pytest.mark.parametrize("said", [True, None])
+def test_a_tied_target_needs_no_head(tmp_path, said):
     tensors = tensors_of(target_numbers())
     del tensors["lm_head.weight"]
-    folder = write_target(tmp_path / "t", tensors, tie_word_embeddings=True)
+    folder = write_target(tmp_path / "t", tensors, tie_word_embeddings=said)
     target = load_target(folder)
     rows = torch.ones(1, 64)
     expected = rows @ tensors["model.embed_tokens.weight"].T

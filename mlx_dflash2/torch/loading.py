@@ -39,8 +39,8 @@ def load_drafter(
         target: If given, the drafter must fit it.
         revision: Branch, tag or commit of a repository.
         offline: Use the local Hub cache only.
-        dtype: None keeps the stored one; of several stored ones, the one that holds
-            them all.
+        dtype: None computes in the stored one, and in float32 where the file mixes
+            dtypes or is float16, which a target's largest activations overflow.
         device: Where to put it.
 
     Raises:
@@ -74,7 +74,7 @@ def load_drafter(
             own_embedding=BORROWED[0] in weights,
             own_head=BORROWED[1] in weights,
         )
-    dtype = dtype or _widest(weights)
+    dtype = dtype or _compute_dtype(weights)
     weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval()
@@ -119,7 +119,7 @@ def load_target(
         DFlash2Error: The folder does not hold a complete llama model that can be
             rolled back.
     """
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     source = find_source(
         path_or_repo, revision=revision, offline=offline, files=TARGET_FILES
@@ -128,8 +128,11 @@ def load_target(
     _check_target_config(raw, where=f"{source.name}/config.json")
     stored = stored_tensors(source.folder)
     _refuse_other_dtypes(stored, where=source.name)
+    if raw.get("tie_word_embeddings") is None:
+        raw["tie_word_embeddings"] = "lm_head.weight" not in stored
     model, info = LlamaForCausalLM.from_pretrained(
         source.folder,
+        config=LlamaConfig.from_dict(raw),
         dtype=dtype or "auto",
         local_files_only=True,
         use_safetensors=True,
@@ -206,8 +209,6 @@ def _read(
     return weights
 
 
-def _widest(weights: dict[str, Tensor]) -> torch.dtype:
-    dtype = next(iter(weights.values())).dtype
-    for tensor in weights.values():
-        dtype = torch.promote_types(dtype, tensor.dtype)
-    return dtype
+def _compute_dtype(weights: dict[str, Tensor]) -> torch.dtype:
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
