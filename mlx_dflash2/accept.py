@@ -82,6 +82,4 @@ def _dense_row(proposal: Proposal, row: mx.array, like: mx.array) -> mx.array:
     pad = [(0, 0)] * (proposal.candidates.ndim - 2) + [(0, 1), (0, 0)]
     ids = mx.take_along_axis(mx.pad(proposal.candidates, pad), row, axis=-2)
     q = mx.take_along_axis(mx.pad(proposal.probabilities, pad), row, axis=-2)
-    return mx.put_along_axis(
-        mx.zeros_like(like), ids[..., 0, :], q[..., 0, :], axis=-1
-    )
+    return mx.put_along_axis(mx.zeros_like(like), ids[..., 0, :], q[..., 0, :], axis=-1)

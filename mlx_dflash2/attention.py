@@ -37,9 +37,7 @@ class LayerContext:
         self._write(keys, values)
         self.rows += keys.shape[2]
 
-    def with_block(
-        self, keys: mx.array, values: mx.array
-    ) -> tuple[mx.array, mx.array]:
+    def with_block(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Context and block rows together, the block not committed."""
         self._write(keys, values)
         total = self.rows + keys.shape[2]
@@ -140,7 +138,7 @@ class Attention(nn.Module):
     def __call__(
         self, rows: mx.array, context: LayerContext, mask: mx.array | str | None
     ) -> mx.array:
-        """Attend from a block that starts where the context ends. (B, L, D) both ways."""
+        """Attend from block rows (B, L, D) that start where the context ends."""
         batch, length, _ = rows.shape
         queries = self.q_norm(self._split(self.q_proj(rows), self.heads))
         queries = self.rope(queries.transpose(0, 2, 1, 3), offset=context.end)

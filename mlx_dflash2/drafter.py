@@ -4,6 +4,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from .attention import Attention, LayerContext, block_mask
+from .checkpoint import Source
 from .config import DrafterConfig
 from .conv import DynamicConv
 from .selector import CandidateSelector, Proposal, top_candidates
@@ -56,14 +57,22 @@ class DFlash2Drafter(nn.Module):
 
     Embedding and head are the target's and are handed in, unless the drafter's file
     holds its own. State lives in the context that `make_context` returns.
+
+    Attributes:
+        source: Where it was loaded from, if it was.
     """
 
     def __init__(
-        self, config: DrafterConfig, *, own_embedding=False, own_head=False
+        self,
+        config: DrafterConfig,
+        *,
+        own_embedding: bool = False,
+        own_head: bool = False,
+        source: Source | None = None,
     ):
         super().__init__()
         size, taps = config.hidden_size, len(config.target_layer_ids)
-        self.config = config
+        self.config, self.source = config, source
         self.fc = nn.Linear(taps * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
         self.layers = [DrafterLayer(config) for _ in range(config.num_hidden_layers)]

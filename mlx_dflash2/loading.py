@@ -156,6 +156,7 @@ def load_drafter(
         config,
         own_embedding="embed_tokens.weight" in weights,
         own_head="lm_head.weight" in weights,
+        source=source,
     )
     if config.quantization is not None:
         nn.quantize(
@@ -166,7 +167,6 @@ def load_drafter(
     drafter.load_weights(list(weights.items()), strict=True)
     if bits is not None:
         _quantize(drafter, bits, source)
-    drafter.source = source
     mx.eval(drafter.parameters())
     return drafter
 
@@ -193,7 +193,9 @@ def _read_weights(source: Source, config: DrafterConfig) -> dict[str, mx.array]:
     weights = {}
     for file in sorted({stored[name].file for name in published}):
         arrays = mx.load(str(file))
-        weights |= {published[name]: arrays[name] for name in arrays if name in published}
+        weights |= {
+            published[name]: arrays[name] for name in arrays if name in published
+        }
     dtypes = {array.dtype for array in weights.values()} - {mx.uint32}
     unknown = dtypes - {mx.float32, mx.float16, mx.bfloat16}
     if unknown:

@@ -122,7 +122,9 @@ def check_tensors(
     missing = sorted(expected.keys() - found.keys())
     unknown = sorted(found.keys() - expected.keys() - optional.keys())
     if missing or unknown:
-        raise DFlash2Error(f"{where}: not a DFlash 2 drafter: {_list(missing, unknown)}")
+        raise DFlash2Error(
+            f"{where}: not a DFlash 2 drafter: {_list(missing, unknown)}"
+        )
     for name, shape in (expected | optional).items():
         if tuple(found[name]) != shape:
             raise DFlash2Error(

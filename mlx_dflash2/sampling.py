@@ -58,9 +58,7 @@ class SamplingConfig:
         _in_range("xtc_threshold", self.xtc_threshold, 0, 0.5)
         _whole("top_k", self.top_k, 0, vocab_size - 1)
         _whole("repetition_context_size", self.repetition_context_size, 1, None)
-        _in_range(
-            "repetition_penalty", self.repetition_penalty or 0, 0, math.inf, True
-        )
+        _in_range("repetition_penalty", self.repetition_penalty or 0, 0, math.inf, True)
         for name in ("presence_penalty", "frequency_penalty"):
             _in_range(name, getattr(self, name) or 0, -math.inf, math.inf, True)
         for token, bias in (self.logit_bias or {}).items():

@@ -51,9 +51,7 @@ def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
     return _sorted(rows, ids.reshape(slots, -1), count)
 
 
-def _sorted(
-    values: mx.array, ids: mx.array, count: int
-) -> tuple[mx.array, mx.array]:
+def _sorted(values: mx.array, ids: mx.array, count: int) -> tuple[mx.array, mx.array]:
     """The first `count` ids and values by value descending, then id ascending.
 
     Value and id are packed into one integer, so that the order of equal values never
@@ -62,7 +60,9 @@ def _sorted(
     values = values.astype(mx.float32) + 0.0  # -0.0 and 0.0 are equal
     bits = values.view(mx.int32)
     rising = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
-    packed = mx.left_shift(rising, mx.array(32, mx.int64)) | (LOW_WORD - ids.astype(mx.int64))
+    packed = mx.left_shift(rising, mx.array(32, mx.int64)) | (
+        LOW_WORD - ids.astype(mx.int64)
+    )
     packed = mx.sort(packed, axis=-1)[:, ::-1][:, :count]
     rising = mx.right_shift(packed, mx.array(32, mx.int64)).astype(mx.int32)
     bits = mx.where(rising < 0, rising ^ 0x7FFFFFFF, rising)

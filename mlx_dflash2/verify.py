@@ -1,7 +1,7 @@
 """Hold speculative output against plain decoding, token by token."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import mlx.core as mx
 
@@ -44,6 +44,10 @@ class Comparison:
         if self.identical:
             return "identical"
         return "near tie" if self.near_tie else "difference"
+
+    def as_dict(self) -> dict:
+        """The comparison as `--json` prints it."""
+        return {"identical": self.identical, "kind": self.kind} | asdict(self)
 
     def __str__(self) -> str:
         if self.identical:

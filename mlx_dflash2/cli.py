@@ -1,0 +1,226 @@
+"""The command line: parse, call one function, print."""
+
+import errno
+import json
+import os
+import sys
+from importlib import metadata
+
+import click
+
+from .errors import DFlash2Error
+
+TARGET = "openbmb/MiniCPM5-2B"
+DRAFTER = "applepie69/MiniCPM5-2B-DFlash2"
+ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
+
+
+class Group(click.Group):
+    """Every way a command can end, as one line and an exit code.
+
+    Bad input ends with 2, Ctrl-C with 130, a closed pipe without a word.
+    """
+
+    def main(self, *args, **extra):
+        extra["standalone_mode"] = False
+        try:
+            sys.exit(super().main(*args, **extra) or 0)
+        except DFlash2Error as error:
+            self._fail(str(error), 2)
+        except click.ClickException as error:
+            self._fail(error.format_message(), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            sys.exit(130)
+        except OSError as error:
+            if error.errno != errno.EPIPE:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            sys.exit(1)
+
+    @staticmethod
+    def _fail(message: str, code: int) -> None:
+        click.echo(f"Error: {' '.join(message.split())}", err=True)
+        sys.exit(code)
+
+
+def package_versions() -> dict[str, str]:
+    """Installed versions of this package and of those that decide its numbers."""
+    from . import __version__
+
+    versions = {"mlx-dflash2": __version__}
+    for name in ("mlx", "mlx-lm", "transformers"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    return versions
+
+
+def _print_version(context: click.Context, option: click.Option, asked: bool) -> None:
+    if asked and not context.resilient_parsing:
+        found = package_versions()
+        click.echo("\n".join(f"{name} {version}" for name, version in found.items()))
+        context.exit()
+
+
+class JSONObject(click.ParamType):
+    """A JSON object on the command line."""
+
+    name = "json"
+
+    def convert(self, value, param, context) -> dict:
+        if isinstance(value, dict):
+            return value
+        try:
+            parsed = json.loads(value)
+        except ValueError as error:
+            self.fail(f"not valid JSON ({error})", param, context)
+        if not isinstance(parsed, dict):
+            self.fail(f"expected a JSON object, found {value!r}", param, context)
+        return parsed
+
+
+class TokenBias(JSONObject):
+    """A JSON object of token ids to numbers."""
+
+    def convert(self, value, param, context) -> dict[int, float]:
+        parsed = super().convert(value, param, context)
+        try:
+            return {int(token): float(bias) for token, bias in parsed.items()}
+        except (TypeError, ValueError):
+            self.fail('expected token ids and numbers, as {"42": -5}', param, context)
+
+
+@click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option(
+    "--version",
+    is_flag=True,
+    expose_value=False,
+    is_eager=True,
+    callback=_print_version,
+    help="Show versions and exit.",
+)
+def main() -> None:
+    """Lossless speculative decoding with DFlash 2 drafters for MiniCPM5 on MLX."""
+
+
+@main.command()
+@click.argument("text", metavar="[PROMPT]", required=False)
+@click.option("--prompt", "-p", help="The message; - reads stdin. \\n and \\t count.")
+@click.option(
+    "--model", "--target", default=TARGET, show_default=True, help="Folder or Hub id."
+)
+@click.option(
+    "--draft-model",
+    "--drafter",
+    help=f"Folder or Hub id of the drafter.  [default: {DRAFTER} for {TARGET}]",
+)
+@click.option("--revision", help="The target's branch, tag or commit on the Hub.")
+@click.option("--draft-revision", help="The drafter's.")
+@click.option("--offline", is_flag=True, help="Open no connection.")
+@click.option("--system-prompt", help="For the chat template.")
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=int,
+    default=256,
+    show_default=True,
+    help="-1 for no limit.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(0),
+    default=0.0,
+    show_default=True,
+    help="0: greedy.",
+)
+@click.option(
+    "--top-p",
+    type=click.FloatRange(0, 1, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="Nucleus, at temperature 1.",
+)
+@click.option("--top-k", type=click.IntRange(0), default=0, help="0: off.")
+@click.option("--min-p", type=click.FloatRange(0, 1), default=0.0, help="0: off.")
+@click.option("--xtc-probability", type=click.FloatRange(0, 1), default=0.0)
+@click.option(
+    "--xtc-threshold", type=click.FloatRange(0, 0.5), default=0.1, show_default=True
+)
+@click.option("--seed", type=int, help="Repeats a run.")
+@click.option("--repetition-penalty", type=ABOVE_ZERO, help="1: none.")
+@click.option(
+    "--repetition-context-size",
+    type=click.IntRange(1),
+    default=20,
+    show_default=True,
+    help="Tokens the repetition penalty looks back.",
+)
+@click.option("--presence-penalty", type=float)
+@click.option("--frequency-penalty", type=float)
+@click.option("--logit-bias", type=TokenBias(), help='JSON, as {"42": -5}.')
+@click.option("--stop", multiple=True, help="Ends the text; repeatable.")
+@click.option("--extra-eos-token", multiple=True, help="Token or id; repeatable.")
+@click.option("--chat-template-config", type=JSONObject(), help="JSON variables.")
+@click.option(
+    "--enable-thinking/--no-thinking",
+    default=None,
+    help="Set enable_thinking for the chat template; unset, the template decides.",
+)
+@click.option("--ignore-chat-template", is_flag=True, help="Use the prompt as it is.")
+@click.option("--prefill-response", help="How the answer begins.")
+@click.option(
+    "--block-size",
+    type=int,
+    help="--num-draft-tokens plus one, whatever a config counts.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=int,
+    help="Drafted tokens verified per cycle; 0 is plain decoding.  [default: trained]",
+)
+@click.option(
+    "--draft-bits", type=click.Choice(["4", "8"]), help="Quantize the drafter at load."
+)
+@click.option(
+    "--prefill-step-size", type=click.IntRange(1), default=2048, show_default=True
+)
+@click.option("--kv-bits", type=int, help="Quantize the target's cache.")
+@click.option("--kv-group-size", type=int, default=64, show_default=True)
+@click.option(
+    "--quantized-kv-start",
+    type=click.IntRange(0),
+    default=5000,
+    show_default=True,
+    help="Positions from which --kv-bits applies.",
+)
+@click.option("--max-kv-size", type=int, help="Refused: a rotating cache cannot undo.")
+@click.option("--plain", is_flag=True, help="Decode without a drafter.")
+@click.option("--verify", is_flag=True, help="Also decode plainly and compare.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@click.option("--verbose", is_flag=True, help="Say what was loaded and each cycle.")
+def generate(**options) -> None:
+    """Answer PROMPT; the text is that of plain decoding, sooner."""
+    from .commands import run_generate
+
+    sys.exit(run_generate(options))
+
+
+@main.command()
+@click.argument("source")
+@click.argument("destination")
+@click.option("--to-mlx", "form", flag_value="mlx", help="For this package.")
+@click.option("--to-torch", "form", flag_value="torch", help="For SGLang, vLLM, z-lab.")
+@click.option("--revision", help="Branch, tag or commit on the Hub.")
+@click.option("--offline", is_flag=True, help="Open no connection.")
+@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]))
+@click.option("--quantize", "-q", is_flag=True, help="Quantize the backbone.")
+@click.option("--q-bits", type=int, help="Bits.  [default: 4]")
+@click.option("--q-group-size", type=int, help="Weights per scale.  [default: 64]")
+@click.option("--dequantize", "-d", is_flag=True, help="Undo a quantization.")
+@click.option("--check", is_flag=True, help="Reload what was written and compare.")
+def convert(**options) -> None:
+    """Convert a drafter SOURCE (folder or Hub id) into the new folder DESTINATION."""
+    from .commands import run_convert
+
+    sys.exit(run_convert(options))

@@ -1,0 +1,378 @@
+"""What the commands do once their options are parsed."""
+
+import contextlib
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .errors import DFlash2Error
+
+LOW_ACCEPTANCE = 1.5  # below, a cycle seldom pays for its draft and wider verify
+ENOUGH_CYCLES = 16
+
+
+def run_convert(options: dict[str, Any]) -> int:
+    """Convert, print the report, optionally check; the exit code."""
+    from mlx_dflash2.convert import check, to_mlx, to_torch
+
+    form, quantize = options.pop("form"), options.pop("quantize")
+    bits, group = options.pop("q_bits"), options.pop("q_group_size")
+    wants_check = options.pop("check")
+    if form is None:
+        raise DFlash2Error("say which way: --to-mlx or --to-torch")
+    if not quantize and (bits is not None or group is not None):
+        raise DFlash2Error("--q-bits and --q-group-size need -q")
+    if quantize and form == "torch":
+        raise DFlash2Error("-q is MLX's format, torch runtimes do not read it")
+    if form == "mlx":
+        options["quantize_bits"] = (bits or 4) if quantize else None
+        options["quantize_group_size"] = (group or 64) if quantize else None
+    report = (to_mlx if form == "mlx" else to_torch)(
+        options.pop("source"), options.pop("destination"), **options
+    )
+    click.echo("\n".join(report.lines()))
+    if not wants_check:
+        return 0
+    checked = check(report, report.destination)
+    click.echo("\n".join(checked.lines()))
+    return 0 if checked.passed else 1
+
+
+def run_generate(options: dict[str, Any]) -> int:
+    """Load, generate, print; the exit code."""
+    messages = _messages(options)
+    width = _draft_width(options)
+    if options["max_kv_size"] is not None:
+        raise DFlash2Error(
+            "--max-kv-size is not supported: a rotating cache cannot be rolled back "
+            "after a rejected draft, and mlx-lm's llama models ignore it"
+        )
+    plain_reason = _plain_reason(options, width)
+    if plain_reason and options["verify"]:
+        raise DFlash2Error(f"--verify has nothing to compare: {plain_reason}")
+    if options["verify"] and options["temp"] > 0:
+        raise DFlash2Error("--verify compares greedy output; use --temp 0")
+    began = time.perf_counter()
+    target, drafter, tokenizer = _load(options, plain_reason)
+    load_seconds = time.perf_counter() - began
+    arguments = _arguments(options, tokenizer, messages, width)
+    run = _Run(options, target, drafter, tokenizer, arguments)
+    interrupted = run.stream()
+    comparison = run.compare() if options["verify"] and not interrupted else None
+    if options["as_json"] and not interrupted:
+        click.echo(json.dumps(run.as_dict(load_seconds, plain_reason, comparison)))
+    run.footer(plain_reason, comparison)
+    if interrupted:
+        return 130
+    return 1 if comparison is not None and comparison.kind == "difference" else 0
+
+
+def _messages(options: dict[str, Any]) -> list[dict] | str:
+    """The prompt as messages, or as text when the chat template is ignored."""
+    text, given = options["text"], options["prompt"]
+    if (text is None) == (given is None):
+        raise DFlash2Error(
+            "give one prompt, as an argument or with --prompt; - reads it from stdin"
+        )
+    text = given if text is None else text
+    if text == "-":
+        text = _read_stdin()
+    else:
+        text = text.replace("\\n", "\n").replace("\\t", "\t")
+    if options["ignore_chat_template"]:
+        for name in ("system_prompt", "prefill_response", "chat_template_config"):
+            if options[name] is not None:
+                flag = name.replace("_", "-")
+                raise DFlash2Error(f"--{flag} needs the chat template that is ignored")
+        if options["enable_thinking"] is not None:
+            raise DFlash2Error("thinking is set by the chat template that is ignored")
+        return text
+    roles = {
+        "system": options["system_prompt"],
+        "user": text,
+        "assistant": options["prefill_response"],
+    }
+    return [
+        {"role": role, "content": content}
+        for role, content in roles.items()
+        if content is not None
+    ]
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DFlash2Error(f"stdin is not UTF-8 ({error.reason})") from None
+
+
+def _draft_width(options: dict[str, Any]) -> int | None:
+    """`--num-draft-tokens`, also when given as `--block-size`."""
+    block, width = options["block_size"], options["num_draft_tokens"]
+    if block is None:
+        return width
+    if block < 1:
+        raise DFlash2Error(f"--block-size is {block}, expected 1 (no drafting) or more")
+    if width is not None and width != block - 1:
+        raise DFlash2Error(
+            f"--block-size {block} means --num-draft-tokens {block - 1}, but "
+            f"--num-draft-tokens is {width}; give one of them"
+        )
+    return block - 1
+
+
+def _plain_reason(options: dict[str, Any], width: int | None) -> str | None:
+    if options["plain"]:
+        return "--plain"
+    return "no drafted tokens were asked for" if width == 0 else None
+
+
+def _load(options: dict[str, Any], plain_reason: str | None):
+    from .cli import DRAFTER, TARGET
+    from .loading import load_drafter, load_target
+
+    model, draft_model = options["model"], options["draft_model"]
+    if draft_model is None and not plain_reason:
+        if model != TARGET:
+            raise DFlash2Error(
+                f"no drafter is known for {model}; name it with --draft-model, or "
+                "decode with --plain"
+            )
+        draft_model = DRAFTER
+    target, tokenizer = load_target(
+        model, revision=options["revision"], offline=options["offline"]
+    )
+    if plain_reason:
+        return target, None, tokenizer
+    bits = options["draft_bits"]
+    drafter = load_drafter(
+        draft_model,
+        target,
+        revision=options["draft_revision"],
+        offline=options["offline"],
+        bits=int(bits) if bits else None,
+    )
+    return target, drafter, tokenizer
+
+
+def _arguments(
+    options: dict[str, Any], tokenizer, prompt: list[dict] | str, width: int | None
+) -> dict[str, Any]:
+    """Keyword arguments of `stream_generate`."""
+    template = dict(options["chat_template_config"] or {})
+    thinking = options["enable_thinking"]
+    if thinking is not None:
+        if template.setdefault("enable_thinking", thinking) != thinking:
+            raise DFlash2Error(
+                "--chat-template-config sets enable_thinking to "
+                f"{json.dumps(template['enable_thinking'])}, the thinking flag to "
+                f"{json.dumps(thinking)}; give one of them"
+            )
+    if "" in options["stop"]:
+        raise DFlash2Error("--stop is empty; give the text that ends the answer")
+    same = (
+        "max_tokens temp top_p min_p top_k xtc_probability xtc_threshold seed "
+        "repetition_penalty repetition_context_size presence_penalty "
+        "frequency_penalty logit_bias stop prefill_step_size kv_bits kv_group_size "
+        "quantized_kv_start"
+    )
+    return {name: options[name] for name in same.split()} | {
+        "prompt": prompt,
+        "template_options": template,
+        "num_draft_tokens": width,
+        "extra_eos_token_ids": [
+            _token_id(tokenizer, token) for token in options["extra_eos_token"]
+        ],
+    }
+
+
+def _token_id(tokenizer, token: str) -> int:
+    """A token given as its text or its number."""
+    vocabulary = tokenizer.get_vocab()
+    if token in vocabulary:
+        return vocabulary[token]
+    if token.isdecimal() and int(token) < len(tokenizer):
+        return int(token)
+    raise DFlash2Error(
+        f"--extra-eos-token {token!r} is neither a token of this model nor its number"
+    )
+
+
+class _Run:
+    """One generation of the command line and what is printed about it."""
+
+    def __init__(self, options, target, drafter, tokenizer, arguments):
+        from .generation import stream_generate
+
+        self.options, self.target, self.drafter = options, target, drafter
+        self.tokenizer, self.arguments = tokenizer, arguments
+        if drafter is None:
+            arguments["num_draft_tokens"] = None
+        if options["verbose"]:
+            self._describe()
+        self.stream_ = stream_generate(
+            target,
+            drafter,
+            tokenizer,
+            prompt_progress_callback=_progress(options["prefill_step_size"]),
+            **arguments,
+        )
+
+    @property
+    def generation(self):
+        return self.stream_.generation
+
+    def stream(self) -> bool:
+        """Print the text as it is decided; whether Ctrl-C ended it."""
+        quiet, shown = self.options["as_json"], 0
+        interrupted = False
+        with contextlib.suppress(AttributeError):  # a captured stdout may lack it
+            sys.stdout.reconfigure(errors="replace")
+        try:
+            for response in self.stream_:
+                if not quiet and response.text:
+                    click.echo(response.text, nl=False)
+                    shown += len(response.text)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            self.stream_.close()
+        if not quiet:
+            click.echo(self.generation.text[shown:])
+        return interrupted
+
+    def compare(self):
+        from .generation import stream_generate
+        from .verify import compare
+
+        arguments = self.arguments | {"num_draft_tokens": None}
+        plain = stream_generate(self.target, None, self.tokenizer, **arguments)
+        return compare(self.generation.tokens, plain)
+
+    def as_dict(self, load_seconds, plain_reason, comparison) -> dict[str, Any]:
+        import mlx.core as mx
+
+        from .cli import package_versions
+
+        done = self.generation
+        drafter = getattr(self.drafter, "source", None)
+        result = {
+            "text": done.text,
+            "tokens": done.tokens,
+            "finish_reason": done.finish_reason,
+            "prompt_tokens": done.prompt_tokens,
+            "engine": "plain" if plain_reason else "speculative",
+            "engine_reason": plain_reason,
+            "stats": done.stats.as_dict(),
+            "timing": {
+                "load_s": load_seconds,
+                "prefill_s": done.prefill_seconds,
+                "decode_s": done.decode_seconds,
+                "tokens_per_second": done.tokens_per_second,
+            },
+            "peak_memory_bytes": mx.get_peak_memory(),
+            "model": self.target.source.name,
+            "draft_model": drafter.name if drafter else None,
+            "revision": self.target.source.revision,
+            "draft_revision": drafter.revision if drafter else None,
+            "thinking": self._thinking(),
+            "versions": package_versions(),
+        }
+        if comparison is not None:
+            result["verify"] = comparison.as_dict()
+        return result
+
+    def footer(self, plain_reason, comparison) -> None:
+        """Print the counts and timings to stderr."""
+        import mlx.core as mx
+
+        from .text import repeats
+
+        done, stats = self.generation, self.generation.stats
+        rate = done.prompt_tokens / done.prefill_seconds if done.tokens else 0.0
+        speed = done.tokens_per_second
+        lines = [
+            f"Prompt: {done.prompt_tokens} tokens, {rate:.1f} tokens/s, thinking: "
+            f"{self._thinking()}",
+            f"Generation: {len(done.tokens)} tokens"
+            + (f", {speed:.1f} tokens/s" if speed else ""),
+            f"Peak memory: {mx.get_peak_memory() / 1e9:.3f} GB",
+        ]
+        if plain_reason:
+            lines.append(f"Engine: plain ({plain_reason})")
+        else:
+            lines.append(f"Engine: speculative, {self._acceptance(stats)}")
+            if stats.cycles >= ENOUGH_CYCLES and (
+                stats.acceptance_length < LOW_ACCEPTANCE
+            ):
+                lines.append(
+                    "This drafter accepts little here; compare the speed with --plain."
+                )
+        period = repeats(done.tokens)
+        if period:
+            lines.append(
+                f"The text repeats itself every {period} tokens; a "
+                "--repetition-penalty of 1.15 helps."
+            )
+        if comparison is not None:
+            lines.append(f"Verify: {comparison}")
+        click.echo("\n".join(lines), err=True)
+
+    def _acceptance(self, stats) -> str:
+        drafted = self.arguments["num_draft_tokens"]
+        if drafted is None:
+            drafted = self.drafter.config.num_draft_tokens
+        text = f"block size {drafted + 1} ({drafted} drafted)"
+        if stats.acceptance_length is not None:
+            text += (
+                f", acceptance length {stats.acceptance_length:.3f} over "
+                f"{stats.cycles} cycles"
+            )
+        if self.options["verbose"]:
+            text += f", accepted per cycle {stats.accepted_per_cycle}"
+        return text
+
+    def _thinking(self) -> str:
+        if isinstance(self.arguments["prompt"], str):
+            return "no chat template"
+        value = self.arguments["template_options"].get("enable_thinking")
+        return "unset, the template decides" if value is None else json.dumps(value)
+
+    def _describe(self) -> None:
+        target = self.target
+        lines = [
+            f"Target: {target.source.name}, {target.num_layers} layers, hidden size "
+            f"{target.hidden_size}, {str(target.dtype).removeprefix('mlx.core.')}"
+        ]
+        if self.drafter is not None:
+            config = self.drafter.config
+            lines.append(
+                f"Drafter: {self.drafter.source.name}, DFlash 2, "
+                f"{config.num_hidden_layers} layers, block size {config.block_size}, "
+                f"taps {list(config.target_layer_ids)}, mask token "
+                f"{config.mask_token_id}, rope base {config.rope_theta:g}, computes in "
+                f"{str(self.drafter.dtype).removeprefix('mlx.core.')}"
+            )
+        click.echo("\n".join(lines), err=True)
+
+
+def _progress(step: int) -> Callable[[int, int], None]:
+    """Shows a bar on stderr for prompts of more than one prefill step."""
+    bar = None
+
+    def update(done: int, total: int) -> None:
+        nonlocal bar
+        if total <= step:
+            return
+        if bar is None:
+            bar = click.progressbar(length=total, label="Prompt", file=sys.stderr)
+            bar.__enter__()
+        bar.update(done - bar.pos)
+        if done == total:
+            bar.__exit__(None, None, None)
+
+    return update
