@@ -1,1 +1,1 @@
-"""Measures plain against speculative decoding on one machine."""
+"""Measurements on the machine at hand."""
