@@ -218,3 +218,13 @@ def test_a_drafter_with_its_own_embedding_and_head_is_compared_too(pair, tmp_pat
     report = to_mlx(source, tmp_path / "mlx")
     found = check(report, tmp_path / "mlx")
     assert found.passed and found.logits_gap < 2e-4
+
+
+def test_a_quantized_folder_is_wrong_where_a_plain_one_was_asked_for(
+    source, tmp_path, no_torch
+):
+    plain = to_mlx(source, tmp_path / "plain")
+    packed = to_mlx(source, tmp_path / "q", quantize_bits=4)
+    wrong = check(plain, tmp_path / "q").wrong
+    assert "fc.weight" in wrong and "norm.weight" not in wrong
+    assert check(packed, tmp_path / "plain").wrong == wrong
