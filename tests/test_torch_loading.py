@@ -215,9 +215,10 @@ def test_a_tied_target_needs_no_head(tmp_path, said):
     assert_close(target.head(rows), expected, 1e-4)
 
 
-def test_the_dtype_is_the_stored_one_or_the_one_asked_for(tmp_path):
+@pytest.mark.parametrize("said", ["bfloat16", "float32", None])
+def test_the_targets_dtype_is_its_tensors_or_the_one_asked_for(tmp_path, said):
     tensors = tensors_of(target_numbers(), torch.bfloat16)
-    folder = write_target(tmp_path / "t", tensors, torch_dtype="bfloat16")
+    folder = write_target(tmp_path / "t", tensors, torch_dtype=said)
     assert load_target(folder).model.dtype == torch.bfloat16
     assert load_target(folder, dtype=torch.float32).model.dtype == torch.float32
 

@@ -20,7 +20,7 @@ from mlx_dflash2.names import BORROWED, check_tensors, published_names
 from .drafter import DFlash2Drafter
 from .target import Target
 
-FLOATS = {"F32", "F16", "BF16"}
+FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 def load_drafter(
@@ -74,7 +74,9 @@ def load_drafter(
             own_embedding=BORROWED[0] in weights,
             own_head=BORROWED[1] in weights,
         )
-    dtype = dtype or _compute_dtype(weights)
+    if dtype is None:
+        dtype = _stored_dtype(found)
+        dtype = torch.float32 if dtype == torch.float16 else dtype
     weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval()
@@ -112,7 +114,7 @@ def load_target(
         path_or_repo: A folder, or a Hub repository.
         revision: Branch, tag or commit of a repository.
         offline: Use the local Hub cache only.
-        dtype: None keeps the stored one.
+        dtype: None keeps the stored one; float32 where the file mixes several.
         device: Where to put it.
 
     Raises:
@@ -133,7 +135,7 @@ def load_target(
     model, info = LlamaForCausalLM.from_pretrained(
         source.folder,
         config=LlamaConfig.from_dict(raw),
-        dtype=dtype or "auto",
+        dtype=dtype or _stored_dtype(stored),
         local_files_only=True,
         use_safetensors=True,
         attn_implementation="sdpa",
@@ -209,6 +211,7 @@ def _read(
     return weights
 
 
-def _compute_dtype(weights: dict[str, Tensor]) -> torch.dtype:
-    dtypes = {tensor.dtype for tensor in weights.values()}
-    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
+def _stored_dtype(found: dict[str, StoredTensor]) -> torch.dtype:
+    """The dtype of the tensors themselves, whatever config.json says."""
+    names = {tensor.dtype for tensor in found.values()}
+    return FLOATS[names.pop()] if len(names) == 1 else torch.float32
