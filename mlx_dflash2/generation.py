@@ -212,7 +212,7 @@ def stream_generate(
     seed: int | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     sampler: Callable[[mx.array], mx.array] | None = None,
-    stop: Sequence[str] = (),
+    stop: Sequence[str] | str = (),
     extra_eos_token_ids: Sequence[int] = (),
     template_options: dict | None = None,
     num_draft_tokens: int | None = None,
@@ -238,7 +238,7 @@ def stream_generate(
             has shape (1, V). They also see drafted tokens that are then rejected.
         sampler: mlx-lm's opaque sampler, only for plain decoding: it returns tokens,
             and verifying a draft needs their distribution.
-        stop: Strings that end the text and are cut from it.
+        stop: Strings (or one) that end the text and are cut from it.
         extra_eos_token_ids: Beside the tokenizer's own.
         template_options: Chat template variables, for a prompt of messages.
         num_draft_tokens: Drafted tokens verified per cycle, at most the drafter's
@@ -281,14 +281,18 @@ def stream_generate(
     rule = TokenRule(
         config,
         processors=logits_processors or (),
-        xtc_special_tokens=[*tokenizer.encode("\n"), *tokenizer.eos_token_ids],
+        xtc_special_tokens=[
+            token
+            for token in (*tokenizer.encode("\n"), *eos)
+            if token < target.vocab_size
+        ],
         sampler=sampler,
     )
     decoding = Decoding(
         target,
         drafter,
         rule,
-        seed=secrets.randbits(32) if seed is None else seed,
+        seed=_checked_seed(seed),
         prefill_step_size=prefill_step_size,
         kv=_checked_kv(target, kv_bits, kv_group_size, quantized_kv_start),
     )
@@ -326,6 +330,17 @@ def _checked_width(drafter: DFlash2Drafter | None, asked: int | None) -> int:
             f"trained for {trained} (block size {trained + 1}), use 0 to {trained}"
         )
     return asked
+
+
+def _checked_seed(seed: int | None) -> int:
+    if seed is None:
+        return secrets.randbits(32)
+    number = isinstance(seed, int) and not isinstance(seed, bool)
+    if not number or not 0 <= seed < 1 << 64:
+        raise DFlash2Error(
+            f"seed is {seed!r}, expected a whole number from 0 to 2**64 - 1, or None"
+        )
+    return seed
 
 
 def _checked_prompt(tokenizer, prompt, options, vocab_size: int) -> list[int]:

@@ -17,6 +17,9 @@ from .errors import DFlash2Error
 
 LogitsProcessor = Callable[[mx.array, mx.array], mx.array]
 LOWEST_TEMPERATURE = 1e-3  # below, a float16 log-probability over T overflows
+HIGHEST_TEMPERATURE = 1e4  # above, 1 / T vanishes in float16 and -inf * 0 is no number
+LOWEST_TOP_P = 1e-6  # below, the share to keep may round to nothing
+LARGEST = 3.4e38  # of float32
 
 
 @dataclass(frozen=True)
@@ -46,37 +49,46 @@ class SamplingConfig:
         Called before any mlx-lm function sees the values: one of those that raises
         while it is being compiled leaves MLX's random state unusable.
         """
-        _in_range("temperature", self.temperature, 0, math.inf, open_high=True)
-        if 0 < self.temperature < LOWEST_TEMPERATURE:
-            raise DFlash2Error(
-                f"temperature is {self.temperature}, expected 0 (greedy) or at least "
-                f"{LOWEST_TEMPERATURE}"
-            )
+        _in_range("temperature", self.temperature, 0, HIGHEST_TEMPERATURE)
         _in_range("top_p", self.top_p, 0, 1)
+        for name, low in (("temperature", LOWEST_TEMPERATURE), ("top_p", LOWEST_TOP_P)):
+            if 0 < getattr(self, name) < low:
+                raise DFlash2Error(
+                    f"{name} is {getattr(self, name)}, expected 0 (off) or at least "
+                    f"{low}"
+                )
         _in_range("min_p", self.min_p, 0, 1)
         _in_range("xtc_probability", self.xtc_probability, 0, 1)
         _in_range("xtc_threshold", self.xtc_threshold, 0, 0.5)
         _whole("top_k", self.top_k, 0, vocab_size - 1)
         _whole("repetition_context_size", self.repetition_context_size, 1, None)
-        _in_range("repetition_penalty", self.repetition_penalty or 0, 0, math.inf, True)
-        for name in ("presence_penalty", "frequency_penalty"):
-            _in_range(name, getattr(self, name) or 0, -math.inf, math.inf, True)
-        for token, bias in (self.logit_bias or {}).items():
-            _whole("logit_bias token", token, 0, vocab_size - 1)
-            if not isinstance(bias, int | float) or not bias < math.inf:
-                raise DFlash2Error(
-                    f"logit_bias of token {token} is {bias!r}, expected a number"
+        lowest = {"repetition_penalty": 0}
+        for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if getattr(self, name) is not None:
+                _in_range(
+                    name, getattr(self, name), lowest.get(name, -LARGEST), LARGEST
                 )
+        _check_bias(self.logit_bias, vocab_size)
 
 
-def _in_range(
-    name: str, value: float, low: float, high: float, open_high: bool = False
-) -> None:
+def _check_bias(biases: Mapping[int, float] | None, vocab_size: int) -> None:
+    """A bias may be -inf, which bans its token."""
+    if not isinstance(biases, Mapping | None):
+        raise DFlash2Error(
+            f"logit_bias is {biases!r}, expected token ids with the amounts to add"
+        )
+    for token, bias in (biases or {}).items():
+        _whole("logit_bias token", token, 0, vocab_size - 1)
+        if bias != -math.inf:
+            _in_range(f"logit_bias of token {token}", bias, -LARGEST, LARGEST)
+
+
+def _in_range(name: str, value: float, low: float, high: float) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not low <= value <= high or (open_high and math.isinf(value)):
-        bounds = f"between {low} and {high}"
-        if math.isinf(high):
-            bounds = "a finite number" if math.isinf(low) else f"at least {low}"
+    if not number or not low <= value <= high:
+        bounds = f"a number between {low} and {high}"
+        if high == LARGEST:
+            bounds = "a finite number" + (f" of at least {low}" if low == 0 else "")
         raise DFlash2Error(f"{name} is {value!r}, expected {bounds}")
 
 
@@ -139,7 +151,8 @@ class TokenRule:
 
         The filters see temperature 1, then the temperature is applied, as in mlx-lm's
         sampler. XTC is on for this row if `coin`, uniform in [0, 1), says so; the
-        result is the distribution given that coin.
+        result is the distribution given that coin. mlx-lm's XTC function draws a
+        number of its own: it is not used, but MLX's global random state advances.
 
         Args:
             logprobs: From `log_softmax`. Shape: (1, V).
