@@ -112,7 +112,15 @@ class Decoding:
                     mx.clear_cache()
                     uncleared = 0
         finally:
-            self.target.roll_back(self.cache, max(len(self.tokens) - 1, 0))
+            self.keep(len(self.tokens))
+
+    def keep(self, count: int) -> None:
+        """Forget tokens after the first `count`; the target's cache follows.
+
+        For a caller that stops inside an emission. Decoding cannot go on after it.
+        """
+        del self.tokens[count:]
+        self.target.roll_back(self.cache, max(len(self.tokens) - 1, 0))
 
     def _steps(
         self,

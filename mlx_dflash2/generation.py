@@ -130,8 +130,7 @@ class Stream(Iterator[Response]):
 
     def _respond(self) -> Iterator[Response]:
         begin = time.perf_counter()
-        emissions = self._decoding.run(self._prompt, **self._limits)
-        with _wired_limit(), contextlib.closing(emissions):
+        with _wired_limit(), self._emissions() as emissions:
             for emission in emissions:
                 now = time.perf_counter()
                 if not self._tokens:
@@ -140,6 +139,17 @@ class Stream(Iterator[Response]):
                 yield from self._emit(emission)
                 if self._finish:
                     return
+
+    @contextlib.contextmanager
+    def _emissions(self) -> Iterator[Iterator[Emission]]:
+        """Run the loop; however it ends, its state fits the tokens handed out."""
+        try:
+            with contextlib.closing(
+                self._decoding.run(self._prompt, **self._limits)
+            ) as emissions:
+                yield emissions
+        finally:
+            self._decoding.keep(len(self._prompt) + len(self._tokens))
 
     def _emit(self, emission: Emission) -> Iterator[Response]:
         """Hand out an emission; its tokens after a stop string count nowhere."""
