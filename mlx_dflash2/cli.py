@@ -147,7 +147,7 @@ def main() -> None:
 @click.option(
     "--xtc-threshold", type=click.FloatRange(0, 0.5), default=0.1, show_default=True
 )
-@click.option("--seed", type=int, help="Repeats a run.")
+@click.option("--seed", type=click.IntRange(0, 2**64 - 1), help="Repeats a run.")
 @click.option("--repetition-penalty", type=ABOVE_ZERO, help="1: none.")
 @click.option(
     "--repetition-context-size",
@@ -176,7 +176,7 @@ def main() -> None:
 )
 @click.option(
     "--num-draft-tokens",
-    type=int,
+    type=click.IntRange(0),
     help="Drafted tokens verified per cycle; 0 is plain decoding.  [default: trained]",
 )
 @click.option(

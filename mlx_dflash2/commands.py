@@ -4,7 +4,6 @@ import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import click
@@ -191,12 +190,12 @@ def _arguments(
 
 
 def _token_id(tokenizer, token: str) -> int:
-    """A token given as its text or its number."""
+    """A token given as its number or its text, in mlx-lm's order."""
+    if token.isdecimal() and int(token) < len(tokenizer):
+        return int(token)
     vocabulary = tokenizer.get_vocab()
     if token in vocabulary:
         return vocabulary[token]
-    if token.isdecimal() and int(token) < len(tokenizer):
-        return int(token)
     raise DFlash2Error(
         f"--extra-eos-token {token!r} is neither a token of this model nor its number"
     )
@@ -214,11 +213,12 @@ class _Run:
             arguments["num_draft_tokens"] = None
         if options["verbose"]:
             self._describe()
+        self.progress = _Progress(options["prefill_step_size"])
         self.stream_ = stream_generate(
             target,
             drafter,
             tokenizer,
-            prompt_progress_callback=_progress(options["prefill_step_size"]),
+            prompt_progress_callback=self.progress,
             **arguments,
         )
 
@@ -241,6 +241,7 @@ class _Run:
             interrupted = True
         finally:
             self.stream_.close()
+            self.progress.close()
         if not quiet:
             click.echo(self.generation.text[shown:])
         return interrupted
@@ -360,19 +361,24 @@ class _Run:
         click.echo("\n".join(lines), err=True)
 
 
-def _progress(step: int) -> Callable[[int, int], None]:
-    """Shows a bar on stderr for prompts of more than one prefill step."""
-    bar = None
+class _Progress:
+    """A bar on stderr for prompts of more than one prefill step."""
 
-    def update(done: int, total: int) -> None:
-        nonlocal bar
-        if total <= step:
+    def __init__(self, step: int):
+        self._step, self._bar = step, None
+
+    def __call__(self, done: int, total: int) -> None:
+        if total <= self._step:
             return
-        if bar is None:
-            bar = click.progressbar(length=total, label="Prompt", file=sys.stderr)
-            bar.__enter__()
-        bar.update(done - bar.pos)
+        if self._bar is None:
+            self._bar = click.progressbar(length=total, label="Prompt", file=sys.stderr)
+            self._bar.render_progress()
+        self._bar.update(done - self._bar.pos)
         if done == total:
-            bar.__exit__(None, None, None)
+            self.close()
 
-    return update
+    def close(self) -> None:
+        """End the line and show the cursor again, also after Ctrl-C."""
+        if self._bar is not None:
+            self._bar.render_finish()
+            self._bar = None

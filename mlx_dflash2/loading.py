@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.utils import MODEL_REMAPPING, load_model, load_tokenizer
+from tokenizers import Tokenizer
 
 from .checkpoint import TARGET_FILES, Source, find_source, stored_tensors
 from .config import DrafterConfig, read_json
@@ -18,6 +19,7 @@ from .names import check_tensors, published_names, quantizable
 from .target import Target
 
 CODE_KEYS = ("auto_map", "model_file")  # name Python files; never followed
+TOKENIZER_CONFIG = "tokenizer_config.json"
 
 logger = logging.getLogger("mlx_dflash2")
 
@@ -113,13 +115,54 @@ def _check_target(model: nn.Module, config: dict, source: Source) -> None:
 
 
 def _load_tokenizer(source: Source, config: dict):
-    try:
-        return load_tokenizer(source.folder, eos_token_ids=config.get("eos_token_id"))
-    except (OSError, ValueError, KeyError) as error:
-        reason = " ".join(str(error).split())[:300]
-        raise DFlash2Error(
-            f"{source.name}: its tokenizer cannot be loaded: {reason}"
-        ) from error
+    """Load through mlx-lm, from a view of the folder without code.
+
+    The class that transformers picks may replace what tokenizer.json says: a llama
+    class loses the spaces of a byte-level file. The file is then read as it is.
+    """
+    with tempfile.TemporaryDirectory(prefix="mlx-dflash2-") as temporary:
+        view = Path(temporary)
+        for path in source.folder.iterdir():
+            if path.suffix != ".py" and path.name != TOKENIZER_CONFIG:
+                (view / path.name).symlink_to(path.resolve())
+        settings = _tokenizer_settings(source)
+        try:
+            tokenizer = _read_tokenizer(view, settings, config)
+            if _loses_text(tokenizer, view / "tokenizer.json"):
+                settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+                tokenizer = _read_tokenizer(view, settings, config)
+        except Exception as error:  # of any type: a library in Rust raises plain ones
+            reason = " ".join(str(error).split())[:300]
+            raise DFlash2Error(
+                f"{source.name}: its tokenizer cannot be loaded: {reason}"
+            ) from error
+    return tokenizer
+
+
+def _tokenizer_settings(source: Source) -> dict:
+    path = source.folder / TOKENIZER_CONFIG
+    settings = read_json(path) if path.exists() else {}
+    for key in CODE_KEYS:
+        if settings.pop(key, None) is not None:
+            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
+    return settings
+
+
+def _read_tokenizer(view: Path, settings: dict, config: dict):
+    content = json.dumps(settings)
+    (view / TOKENIZER_CONFIG).write_text(content, encoding="utf-8")
+    return load_tokenizer(view, eos_token_ids=config.get("eos_token_id"))
+
+
+def _loses_text(tokenizer, file: Path) -> bool:
+    """Whether a text survives the tokenizer of `file`, but not the loaded one."""
+    if not file.exists():
+        return False
+    text = "a b  c\n\td"
+    plain = Tokenizer.from_file(str(file))
+    kept = plain.decode(plain.encode(text, add_special_tokens=False).ids)
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return kept == text != tokenizer.decode(ids)
 
 
 def load_drafter(

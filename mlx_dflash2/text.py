@@ -1,10 +1,14 @@
 """Tokens to text as it is decided, and prompts to tokens."""
 
+import codecs
+import operator
+import re
 from collections.abc import Sequence
 
 from .errors import DFlash2Error
 
 INCOMPLETE = "\ufffd"  # what a decoder shows for bytes that are not a character yet
+LONGEST = 4  # bytes of a character in UTF-8
 
 
 class TextStream:
@@ -14,16 +18,24 @@ class TextStream:
     string is held back. Special tokens are shown: MiniCPM5 marks tool calls with them.
 
     Args:
-        tokenizer: Anything with Hugging Face's `decode`.
+        tokenizer: Anything with Hugging Face's `decode` and `convert_ids_to_tokens`.
         stops: Strings that end the text; they are cut from it.
 
     Attributes:
         text: Everything given out so far.
         stopped: A stop string was found; nothing more will be given out.
+
+    Raises:
+        DFlash2Error: A stop string is empty, or no text.
     """
 
-    def __init__(self, tokenizer, stops: Sequence[str] = ()):
-        self._tokenizer, self._stops = tokenizer, list(stops)
+    def __init__(self, tokenizer, stops: Sequence[str] | str = ()):
+        self._tokenizer = tokenizer
+        self._stops = [stops] if isinstance(stops, str) else list(stops)
+        for stop in self._stops:
+            if not stop:
+                raise DFlash2Error("a stop string is empty; give the text that ends")
+            check_text(stop, "a stop string")
         self._tokens: list[int] = []
         self._from = self._read = 0  # a window of tokens to decode, its known part
         self._held = ""
@@ -35,7 +47,7 @@ class TextStream:
         self._tokens.append(token)
         known = self._decode(self._tokens[self._from : self._read])
         window = self._decode(self._tokens[self._from :])
-        if window.endswith(INCOMPLETE):
+        if window.endswith(INCOMPLETE) and self._is_inside_character():
             return ""
         self._from, self._read = self._read, len(self._tokens)
         return self._release(window[len(known) :])
@@ -45,7 +57,9 @@ class TextStream:
         if self.stopped:
             return ""
         known = self._decode(self._tokens[self._from : self._read])
-        window = self._decode(self._tokens[self._from :]).rstrip(INCOMPLETE)
+        window = self._decode(self._tokens[self._from :])
+        if window.endswith(INCOMPLETE) and self._is_inside_character():
+            window = window.rstrip(INCOMPLETE)
         piece = self._release(window[len(known) :])
         rest, self._held = self._held, ""
         if self.stopped:
@@ -65,10 +79,47 @@ class TextStream:
         self.text += piece
         return piece
 
+    def _is_inside_character(self) -> bool:
+        """Whether more bytes can still complete the last character."""
+        last = self._tokenizer.convert_ids_to_tokens(self._tokens[-LONGEST:])
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        decoder.decode(b"".join(_token_bytes(token or "") for token in last))
+        return decoder.getstate()[0] != b""
+
     def _decode(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(
             tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
+
+
+def _byte_symbols() -> dict[str, int]:
+    """Byte by printable stand-in, of byte-level BPE (GPT-2)."""
+    plain = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    spare = iter(range(256, 512))
+    return {chr(byte if byte in plain else next(spare)): byte for byte in range(256)}
+
+
+_BYTES = _byte_symbols()
+
+
+def _token_bytes(token: str) -> bytes:
+    """Bytes of a token as its vocabulary spells it; it is not whole characters."""
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", token):  # SentencePiece's fallback to bytes
+        return bytes([int(token[3:5], 16)])
+    if all(symbol in _BYTES for symbol in token):
+        return bytes(_BYTES[symbol] for symbol in token)
+    return token.encode()
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise DFlash2Error for a string that has no UTF-8 form."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise DFlash2Error(
+            f"{what} is not Unicode text: {error.object[error.start]!r} at character "
+            f"{error.start} stands for a byte of another encoding; give it in UTF-8"
+        ) from None
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -88,9 +139,10 @@ def encode_prompt(tokenizer, prompt, template_options: dict | None = None) -> li
         template_options: Variables for the chat template.
 
     Raises:
-        DFlash2Error: The prompt is empty or of another kind.
+        DFlash2Error: The prompt is empty, no text, or of another kind.
     """
     if isinstance(prompt, str):
+        check_text(prompt, "the prompt")
         bos = tokenizer.bos_token
         ids = tokenizer.encode(
             prompt, add_special_tokens=bos is None or not prompt.startswith(bos)
@@ -98,14 +150,21 @@ def encode_prompt(tokenizer, prompt, template_options: dict | None = None) -> li
     elif isinstance(prompt, list) and prompt and isinstance(prompt[0], dict):
         ids = render_chat(tokenizer, prompt, template_options or {})
     else:
-        ids = prompt.tolist() if hasattr(prompt, "tolist") else list(prompt)
+        ids = _token_ids(prompt)
     if not ids:
         raise DFlash2Error("the prompt is empty; give at least one token of text")
-    if not all(isinstance(token, int) for token in ids):
-        raise DFlash2Error(
-            "the prompt must be a string, messages, or a flat list of token ids"
-        )
     return ids
+
+
+def _token_ids(prompt) -> list[int]:
+    """Token ids given as a sequence or a flat array."""
+    try:
+        return list(map(operator.index, getattr(prompt, "tolist", lambda: prompt)()))
+    except TypeError:
+        raise DFlash2Error(
+            "the prompt must be a string, messages, or a flat list or array of token "
+            f"ids; found {type(prompt).__name__}"
+        ) from None
 
 
 def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
@@ -132,6 +191,7 @@ def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
         )
     except Exception as error:  # a template may raise anything
         raise DFlash2Error(f"the chat template failed: {error}") from error
+    check_text(text, "the prompt")
     return tokenizer.encode(text, add_special_tokens=False)
 
 
