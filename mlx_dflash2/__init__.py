@@ -1,4 +1,4 @@
-"""Lossless speculative decoding with DFlash 2 drafters on MLX."""
+"""Lossless speculative decoding with DFlash, DFlash 2 and DSpark drafters on MLX."""
 
 import importlib
 
@@ -6,8 +6,9 @@ __version__ = "0.1.0"
 
 _HOMES = {  # each public name is imported from its module on first use
     "AcceptanceStats": "stats",
-    "DFlash2Drafter": "drafter",
+    "DFlash2Drafter": "dflash2",
     "DFlash2Error": "errors",
+    "Drafter": "drafter",
     "DrafterConfig": "config",
     "Generation": "generation",
     "Target": "target",

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from .drafter import Proposal
 from .sampling import draw
-from .selector import Proposal
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,10 @@ def accept_sampled(
 
 def drafted_probability(proposal: Proposal) -> mx.array:
     """q of each drafted token. Shape: (..., g)."""
-    chosen = proposal.candidates == proposal.tokens[..., None]
+    drafted = proposal.tokens[..., None]
+    if proposal.candidates is None:
+        return mx.take_along_axis(proposal.probabilities, drafted, axis=-1)[..., 0]
+    chosen = proposal.candidates == drafted
     return mx.where(chosen, proposal.probabilities, 0).sum(axis=-1)
 
 
@@ -79,7 +82,14 @@ def _prefix(stands: mx.array) -> mx.array:
 
 def _dense_row(proposal: Proposal, row: mx.array, like: mx.array) -> mx.array:
     """q of slot `row` over the vocabulary; zero past the last slot."""
-    pad = [(0, 0)] * (proposal.candidates.ndim - 2) + [(0, 1), (0, 0)]
-    ids = mx.take_along_axis(mx.pad(proposal.candidates, pad), row, axis=-2)
-    q = mx.take_along_axis(mx.pad(proposal.probabilities, pad), row, axis=-2)
-    return mx.put_along_axis(mx.zeros_like(like), ids[..., 0, :], q[..., 0, :], axis=-1)
+    q = _row_or_zeros(proposal.probabilities, row)
+    if proposal.candidates is None:
+        return q
+    ids = _row_or_zeros(proposal.candidates, row)
+    return mx.put_along_axis(mx.zeros_like(like), ids, q, axis=-1)
+
+
+def _row_or_zeros(slots: mx.array, row: mx.array) -> mx.array:
+    """Row (..., K) of (..., g, K) at index (..., 1, 1); zeros at index g."""
+    pad = [(0, 0)] * (slots.ndim - 2) + [(0, 1), (0, 0)]
+    return mx.take_along_axis(mx.pad(slots, pad), row, axis=-2)[..., 0, :]

@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import DrafterConfig
 
@@ -117,8 +118,12 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(self.heads * dim, size, bias=False)
         self.q_norm = nn.RMSNorm(dim, config.rms_norm_eps)
         self.k_norm = nn.RMSNorm(dim, config.rms_norm_eps)
-        self.rope = nn.RoPE(
-            dim, traditional=config.rope_interleaved, base=config.rope_theta
+        self.rope = initialize_rope(
+            dim,
+            config.rope_theta,
+            config.rope_interleaved,
+            config.rope_scaling,
+            config.max_position_embeddings,
         )
 
     def keys_values(self, rows: mx.array, position: int) -> tuple[mx.array, mx.array]:

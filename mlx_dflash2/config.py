@@ -1,26 +1,42 @@
 """A drafter's config.json, read from every place its fields are published in."""
 
+import importlib
 import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Self
 
 from .errors import DFlash2Error
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-ARCHITECTURE = "DFlash2DraftModel"
+CODE_KEYS = ("auto_map", "model_file")  # name Python files to run; never followed
+Shapes = dict[str, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class DrafterConfig:
-    """The fields of a DFlash 2 drafter that decide what it computes.
+    """What decides what a drafter computes; each family adds its own fields.
 
-    Spelled as in config.json. `block_size` counts rows, the anchor included, so a
-    block drafts `block_size - 1` tokens. `target_layer_ids` are 0-based and name the
-    *output* of a layer. `is_causal` is None where the config does not say: then a
-    sliding layer is causal and a full one is not.
+    Spelled as in config.json. `block_size` counts the rows of a block, the anchor's
+    included, and `first_row` is the row that predicts the token after the anchor: 1
+    where a row predicts its own position, 0 where it predicts the next one.
+    `target_layer_ids` are 0-based and name the *output* of a layer. `is_causal` is
+    None where the config does not say.
+
+    Attributes:
+        explicit_first_row: The config says which row is first; else the family does.
+        rope_scaling: yarn's parameters; None for plain rotary positions.
     """
+
+    kind: ClassVar[str]  # the family's name on the command line
+    title: ClassVar[str]
+    architecture: ClassVar[str]  # what a published config.json calls it
+    network_class: ClassVar[str]  # in the module named `kind`, of either backend
+    default_first_row: ClassVar[int] = 1
+    sliding_is_causal: ClassVar[bool] = True  # where is_causal is not given
+    draft_sampling: ClassVar[str] = "sample"  # the faster way to draft at T > 0
+    only: ClassVar[dict[str, Any]] = {}  # settings the family has one form of
 
     hidden_size: int
     num_hidden_layers: int
@@ -32,46 +48,40 @@ class DrafterConfig:
     rms_norm_eps: float
     rope_theta: float
     rope_interleaved: bool
+    rope_scaling: dict | None = None
+    max_position_embeddings: int | None = None
     block_size: int
+    first_row: int
+    explicit_first_row: bool = True
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
     num_target_layers: int
     layer_types: tuple[str, ...]
     sliding_window: int | None
     is_causal: bool | None
-    conv_kernel_size: int
-    conv_group_size: int
-    selector_rank: int
-    selector_top_k: int
-    output_multiplier: float
-    final_logit_softcapping: float
-    input_embedding_scale: float
+    output_multiplier: float = 1.0
+    final_logit_softcapping: float = 0.0
+    input_embedding_scale: float = 1.0
     quantization: dict | None = None
 
     @classmethod
-    def load(cls, folder: Path) -> "DrafterConfig":
-        """Read `folder/config.json`.
+    def from_dict(cls, raw: dict, *, where: str = "config.json") -> Self:
+        """Build from the parsed config.json; `where` names it in errors.
 
         Raises:
             DFlash2Error: A field is missing, contradictory or not supported.
         """
-        path = Path(folder) / "config.json"
-        return cls.from_dict(read_json(path), where=str(path))
-
-    @classmethod
-    def from_dict(cls, raw: dict, *, where: str = "config.json") -> "DrafterConfig":
-        """Build from the parsed config.json; `where` names it in errors."""
-        read = _Reader(raw, where)
-        _refuse_other_networks(read)
+        read = ConfigReader(raw, where)
+        _refuse_other_networks(read, cls.only)
         size = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
         block = read.integer(
-            "dflash_config.block_size", "block_size", "dspark_block_size", minimum=2
+            "dflash_config.block_size", "block_size", "dspark_block_size", minimum=1
         )
         layers = read.integer("num_hidden_layers")
-        vocab = read.integer("vocab_size")
         layer_types, window = _read_layers(read, layers, block)
         taps = _read_taps(read)
+        first_row = _read_first_row(read)
         config = cls(
             hidden_size=size,
             num_hidden_layers=layers,
@@ -79,7 +89,7 @@ class DrafterConfig:
             num_attention_heads=heads,
             num_key_value_heads=read.integer("num_key_value_heads"),
             head_dim=read.integer("head_dim", default=size // heads),
-            vocab_size=vocab,
+            vocab_size=read.integer("vocab_size"),
             rms_norm_eps=read.number("rms_norm_eps", minimum=0.0),
             rope_theta=read.number(
                 "rope_theta",
@@ -90,7 +100,11 @@ class DrafterConfig:
             rope_interleaved=not read.flag(
                 "is_neox_style", "rope_is_neox_style", default=True
             ),
+            rope_scaling=_read_rope_scaling(read),
+            max_position_embeddings=read.at("max_position_embeddings"),
             block_size=block,
+            first_row=cls.default_first_row if first_row is None else first_row,
+            explicit_first_row=first_row is not None,
             mask_token_id=read.integer(
                 "dflash_config.mask_token_id",
                 "mask_token_id",
@@ -102,10 +116,6 @@ class DrafterConfig:
             layer_types=layer_types,
             sliding_window=window,
             is_causal=_read_causality(read),
-            conv_kernel_size=read.nested_integer("conv_kernel_size"),
-            conv_group_size=read.nested_integer("conv_group_size"),
-            selector_rank=read.nested_integer("selector_rank"),
-            selector_top_k=read.nested_integer("selector_top_k"),
             output_multiplier=read.nested_number("output_multiplier", default=1.0),
             final_logit_softcapping=read.nested_number(
                 "final_logit_softcapping", default=0.0
@@ -114,26 +124,58 @@ class DrafterConfig:
                 "input_embedding_scale", default=1.0
             ),
             quantization=_read_quantization(read),
+            **cls.own_fields(read),
         )
-        config._check(where)
+        config.check(where)
         return config
+
+    @classmethod
+    def network(cls, package: str) -> type:
+        """The family's network in a backend's package."""
+        module = importlib.import_module(f"{package}.{cls.kind}")
+        return getattr(module, cls.network_class)
+
+    @classmethod
+    def own_fields(cls, read: "ConfigReader") -> dict[str, Any]:
+        """The fields only this family has."""
+        return {}
+
+    def own_tensors(self) -> Shapes:
+        """Shapes of the tensors only this family has, outside the layers."""
+        return {}
+
+    def own_layer_tensors(self) -> Shapes:
+        """Shapes of the tensors only this family has, in every layer."""
+        return {}
+
+    @classmethod
+    def owns(cls, tensor: str) -> bool:
+        """Whether a published tensor name is only found in this family."""
+        return False
+
+    @classmethod
+    def claims(cls, architecture: str) -> bool:
+        """Whether an entry of `architectures` names this family."""
+        return False
 
     @property
     def num_draft_tokens(self) -> int:
-        """Tokens one block drafts: every row but the anchor's."""
-        return self.block_size - 1
+        """Tokens one block drafts: one for every row from `first_row` on."""
+        return self.block_size - self.first_row
 
     def layer_is_causal(self, layer: int) -> bool:
         """Whether a block row of `layer` sees only the block rows up to itself."""
         if self.is_causal is not None:
             return self.is_causal
-        return self.layer_types[layer] == SLIDING
+        return self.sliding_is_causal and self.layer_types[layer] == SLIDING
 
     def layer_window(self, layer: int) -> int | None:
         """Keys at this distance or further are unseen; None sees everything."""
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
-    def _check(self, where: str) -> None:
+    def check(self, where: str) -> None:
+        """Raise DFlash2Error where fields do not fit each other."""
+
         def demand(holds: bool, message: str) -> None:
             if not holds:
                 raise DFlash2Error(f"{where}: {message}")
@@ -144,9 +186,9 @@ class DrafterConfig:
             f"num_key_value_heads {self.num_key_value_heads}",
         )
         demand(
-            self.hidden_size % self.conv_group_size == 0,
-            f"conv_group_size {self.conv_group_size} does not divide hidden_size "
-            f"{self.hidden_size}",
+            self.num_draft_tokens > 0,
+            f"block_size {self.block_size} drafts nothing when row {self.first_row} is "
+            "the first that predicts",
         )
         demand(
             self.head_dim % 2 == 0,
@@ -156,11 +198,6 @@ class DrafterConfig:
         demand(
             self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
-            f"{self.vocab_size}",
-        )
-        demand(
-            self.selector_top_k <= self.vocab_size,
-            f"selector_top_k {self.selector_top_k} exceeds the vocabulary of "
             f"{self.vocab_size}",
         )
         demand(self.output_multiplier > 0, "output_multiplier must be above 0")
@@ -180,6 +217,33 @@ class DrafterConfig:
                     if tap == last
                     else ""
                 ),
+            )
+
+
+def check_fit(
+    config: DrafterConfig,
+    *,
+    hidden_size: int,
+    num_layers: int,
+    vocab_size: int,
+    where: str,
+    target: str,
+) -> None:
+    """Hold a drafter's config against a loaded target.
+
+    Raises:
+        DFlash2Error: The drafter was made for a target of another shape.
+    """
+    for name, found in (
+        ("hidden_size", hidden_size),
+        ("num_target_layers", num_layers),
+        ("vocab_size", vocab_size),
+    ):
+        wanted = getattr(config, name)
+        if wanted != found:
+            raise DFlash2Error(
+                f"{where}: {name} is {wanted}, but the target's is {found} ({target}); "
+                "use the drafter trained for this target"
             )
 
 
@@ -204,7 +268,7 @@ def read_json(path: Path) -> dict:
     return raw
 
 
-class _Reader:
+class ConfigReader:
     """Looks a field up in several places and refuses places that disagree."""
 
     def __init__(self, raw: dict, where: str):
@@ -277,75 +341,91 @@ class _Reader:
         return self.number(f"dflash_config.{name}", name, default=default)
 
 
-ONLY = {  # settings this network has one form of
+ONLY = {  # settings the backbone has one form of
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "partial_rotary_factor": 1,
     "rope_parameters.partial_rotary_factor": 1,
     "rope_scaling.partial_rotary_factor": 1,
-    "logits_start": 1,
-    "dflash_config.logits_start": 1,
-    "sample_from_anchor": False,
-    "dflash_config.sample_from_anchor": False,
-    "dflash_config.projector_type": "dflash2",
-    "rope_parameters.rope_type": "default",
-    "rope_parameters.type": "default",
-    "rope_scaling.rope_type": "default",
-    "rope_scaling.type": "default",
-    "rope_parameters.factor": 1,
-    "rope_scaling.factor": 1,
 }
 
-DSPARK = (
-    "markov_rank",
-    "markov_head_type",
-    "enable_confidence_head",
-    "confidence_head_with_markov",
-    "dspark_config",
-    "dspark_markov_rank",
-)
 
-
-def _refuse_other_networks(read: _Reader) -> None:
+def _refuse_other_networks(read: ConfigReader, only: dict[str, Any]) -> None:
     """Refuse a config that describes something this network does not compute."""
     if read.at("transformer_layer_config") or read.at("speculators_config"):
         raise read.fail("the speculators schema is not supported; export in z-lab's")
     for part in ("dflash_config", "rope_parameters", "rope_scaling", "quantization"):
         if not isinstance(read.at(part), dict | None):
             raise read.fail(f"{part} is {read.at(part)!r}, expected an object")
-    _refuse_other_families(read)
     draft_vocab = read.at("draft_vocab_size")
     if draft_vocab not in (None, read.at("vocab_size")):
         raise read.fail(
             f"draft_vocab_size {draft_vocab} differs from vocab_size "
             f"{read.at('vocab_size')}; reduced vocabularies are not supported"
         )
-    for place, supported in ONLY.items():
+    for place, supported in (ONLY | only).items():
         if read.at(place) not in (None, supported):
             raise read.fail(
                 f"{place} is {read.at(place)!r}; only {supported!r} is supported"
             )
 
 
-def _refuse_other_families(read: _Reader) -> None:
-    names = read.at("architectures") or []
-    for name in names if isinstance(names, list) else [names]:
-        if "dflash2" not in str(name).lower() or "dspark" in str(name).lower():
-            raise read.fail(
-                f"architectures names {name}, but only {ARCHITECTURE} is supported"
-            )
-    for place in DSPARK:
-        for at in (place, f"dflash_config.{place}"):
-            if read.at(at):
-                raise read.fail(
-                    f"{at} is {read.at(at)!r}, which belongs to DSpark; a drafter is "
-                    "one or the other"
-                )
+def _read_first_row(read: ConfigReader) -> int | None:
+    """Which row predicts the first token, in the two ways configs say it."""
+    places = {}
+    for place in ("logits_start", "dflash_config.logits_start"):
+        if read.at(place) is not None:
+            places[place] = read.integer(place, minimum=0)
+    for place in ("sample_from_anchor", "dflash_config.sample_from_anchor"):
+        if read.flag(place) is not None:
+            places[place] = 0 if read.flag(place) else 1
+    if len(set(places.values())) > 1:
+        said = ", ".join(f"{place} is {read.at(place)!r}" for place in places)
+        raise read.fail(f"{said}; they contradict each other, keep the right one")
+    row = next(iter(places.values()), None)
+    if row not in (None, 0, 1):
+        raise read.fail(f"{next(iter(places))} is {row}, expected 0 or 1")
+    return row
+
+
+ROPE_PARTS = ("rope_parameters", "rope_scaling")
+YARN = (  # parameters of yarn; the second half has defaults in every implementation
+    *("factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+)
+
+
+def _read_rope_scaling(read: ConfigReader) -> dict | None:
+    """yarn's parameters in one spelling; None for plain rotary positions."""
+    places = [f"{part}.{key}" for part in ROPE_PARTS for key in ("rope_type", "type")]
+    place, kind = read.find(*places)
+    found = {
+        name: value
+        for name in YARN
+        if (value := read.find(*(f"{part}.{name}" for part in ROPE_PARTS))[1])
+        is not None
+    }
+    if kind in (None, "default"):
+        if found.get("factor", 1) != 1:
+            raise read.fail(f"rope factor {found['factor']} without a rope_type")
+        return None
+    if kind != "yarn":
+        raise read.fail(f"{place} is {kind!r}; only 'default' and 'yarn' are supported")
+    for name in ("factor", "original_max_position_embeddings"):
+        if name not in found:
+            raise read.fail(f"{name} is missing; rope_type yarn needs it")
+    unsupported = {"mscale", "mscale_all_dim", "attention_factor"} & found.keys()
+    if unsupported or found.get("truncate", True) is not True:
+        raise read.fail(
+            f"yarn with {sorted(unsupported) or ['truncate']} is not supported"
+        )
+    found.pop("truncate", None)
+    return {"rope_type": "yarn"} | found
 
 
 def _read_layers(
-    read: _Reader, layers: int, block: int
+    read: ConfigReader, layers: int, block: int
 ) -> tuple[tuple[str, ...], int | None]:
     types = read.at("layer_types")
     every_layer_slides = read.flag("dflash_config.use_swa")
@@ -380,7 +460,7 @@ def _read_layers(
     return tuple(types), window
 
 
-def _read_taps(read: _Reader) -> tuple[int, ...]:
+def _read_taps(read: ConfigReader) -> tuple[int, ...]:
     place, taps = read.need(
         "dflash_config.target_layer_ids",
         "target_layer_ids",
@@ -395,7 +475,7 @@ def _read_taps(read: _Reader) -> tuple[int, ...]:
     return tuple(taps)
 
 
-def _read_depth(read: _Reader, taps: tuple[int, ...]) -> int:
+def _read_depth(read: ConfigReader, taps: tuple[int, ...]) -> int:
     """The target's depth; `num_target_layers` may hold the number of taps instead.
 
     It does where it equals that number and a tap lies beyond it, or where the depth is
@@ -422,7 +502,7 @@ def _read_depth(read: _Reader, taps: tuple[int, ...]) -> int:
     return read.integer(*(depths or ["num_target_layers"]))
 
 
-def _read_causality(read: _Reader) -> bool | None:
+def _read_causality(read: ConfigReader) -> bool | None:
     causal = read.flag(
         "is_causal",
         "dflash_config.is_causal",
@@ -438,7 +518,7 @@ def _read_causality(read: _Reader) -> bool | None:
     return (not free) if causal is None and free is not None else causal
 
 
-def _read_quantization(read: _Reader) -> dict | None:
+def _read_quantization(read: ConfigReader) -> dict | None:
     found = read.at("quantization")
     if found is None:
         if read.at("quantization_config") is not None:

@@ -13,9 +13,8 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 
 from .accept import Verdict, accept_greedy, accept_sampled, drafted_probability
-from .drafter import DFlash2Drafter
+from .drafter import Drafter, Draws, Proposal
 from .sampling import TokenRule, log_softmax
-from .selector import Proposal
 from .target import Target
 
 CLEAR_EVERY = 256  # emitted tokens between two releases of MLX's buffer cache
@@ -62,18 +61,25 @@ class Decoding:
         seed: Of the draws; equal seeds repeat a run.
         prefill_step_size: Prompt tokens per target forward.
         kv: Quantization of the target's cache; None keeps it as it is.
+        draft_sampling: At T > 0, "sample" draws drafted tokens, "argmax" takes the
+            best; both are exact.
+        confidence_threshold: Cut a proposal before the first less certain slot.
     """
 
     def __init__(
         self,
         target: Target,
-        drafter: DFlash2Drafter | None,
+        drafter: Drafter | None,
         rule: TokenRule,
         *,
         seed: int,
         prefill_step_size: int = 2048,
         kv: KVQuantization | None = None,
+        draft_sampling: str = "sample",
+        confidence_threshold: float = 0.0,
     ):
+        self.draft_sampling = draft_sampling
+        self.confidence_threshold = confidence_threshold
         self.target, self.drafter, self.rule = target, drafter, rule
         self.prefill_step_size, self.kv = prefill_step_size, kv
         self.taps = drafter.config.target_layer_ids if drafter else ()
@@ -189,6 +195,7 @@ class Decoding:
         assert all(held.end == start for held in self.context)
         width = min(num_draft_tokens, self.remaining - 1, self._rows_before_kv() - 1)
         proposal = self._propose(width) if width else None
+        width = len(proposal.tokens) if proposal else 0
         drafted = proposal.tokens if proposal else mx.array([], mx.int32)
         anchor = mx.array(self.tokens[-1:], mx.int32)
         logits, features = self._forward(mx.concatenate([anchor, drafted]))
@@ -206,16 +213,23 @@ class Decoding:
         self._commit(features, len(kept), start)
         return Emission(kept, rows[: len(kept)], width, min(accepted, len(kept)))
 
-    def _propose(self, width: int) -> Proposal:
-        greedy = self.rule.greedy
-        return self.drafter.propose(
+    def _propose(self, width: int) -> Proposal | None:
+        """At most `width` drafted tokens; None if the drafter is sure of none."""
+        drawn = not self.rule.greedy and self.draft_sampling == "sample"
+        proposal = self.drafter.propose(
             self.tokens[-1],
             self.target,
             self.context,
             count=width,
-            temperature=self.rule.config.temperature,
-            key=None if greedy else self._next_key(),
+            draws=Draws(
+                self.rule.config.temperature if drawn else 0.0,
+                self._next_key() if drawn else None,
+                self.confidence_threshold,
+            ),
         )
+        if not len(proposal.tokens):
+            return None
+        return proposal if drawn or self.rule.greedy else proposal.as_certain()
 
     def _judge(self, rows: list[Row], proposal: Proposal | None) -> Verdict:
         """Apply the greedy or the rejection rule to the verified rows."""

@@ -1,4 +1,6 @@
-"""The DFlash 2 drafter: fuse features, run a block, propose tokens."""
+"""What all drafter families share: fuse features, keep a context, run a block."""
+
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -6,11 +8,47 @@ import mlx.nn as nn
 from .attention import Attention, LayerContext, block_mask
 from .checkpoint import Source
 from .config import DrafterConfig
-from .conv import DynamicConv
-from .selector import CandidateSelector, Proposal, top_candidates
 from .target import Target
 
 Context = list[LayerContext]  # one per drafter layer
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafted tokens and, when they were sampled, the distribution they came from.
+
+    Attributes:
+        tokens: Shape (g,), int32.
+        candidates: Token ids q is spread over, distinct in a slot. Shape: (g, K). None
+            where q covers the whole vocabulary.
+        probabilities: q given the tokens before, float32, zero elsewhere. Shape:
+            (g, K), or (g, V) without candidates. None for a greedy proposal.
+    """
+
+    tokens: mx.array
+    candidates: mx.array | None = None
+    probabilities: mx.array | None = None
+
+    def as_certain(self) -> "Proposal":
+        """The same tokens, drawn from a distribution that allows nothing else."""
+        tokens = self.tokens[:, None]
+        ones = mx.ones(tokens.shape, mx.float32)
+        return replace(self, candidates=tokens, probabilities=ones)
+
+
+@dataclass(frozen=True)
+class Draws:
+    """How a proposal is chosen.
+
+    Attributes:
+        temperature: 0 is greedy; above, tokens are drawn and q is returned.
+        key: Random key, needed for draws.
+        confidence_threshold: Cut before the first slot less sure than this; 0 never.
+    """
+
+    temperature: float = 0.0
+    key: mx.array | None = None
+    confidence_threshold: float = 0.0
 
 
 class MLP(nn.Module):
@@ -28,39 +66,36 @@ class MLP(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """Pre-norm attention and feed-forward, each between the sides of a convolution."""
+    """Pre-norm attention and feed-forward."""
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        conv = (size, config.conv_group_size, config.conv_kernel_size)
         self.input_layernorm = nn.RMSNorm(size, eps)
-        self.attention_conv = DynamicConv(*conv)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(size, eps)
-        self.mlp_conv = DynamicConv(*conv)
         self.mlp = MLP(config)
 
     def __call__(
         self, rows: mx.array, context: LayerContext, mask: mx.array | str | None
     ) -> mx.array:
         """Shape of `rows` and of the result: (B, L, D)."""
-        inner, kernels = self.attention_conv.prepare(self.input_layernorm(rows))
-        inner = self.self_attn(inner, context, mask)
-        rows = rows + self.attention_conv.finish(inner, kernels)
-        inner, kernels = self.mlp_conv.prepare(self.post_attention_layernorm(rows))
-        return rows + self.mlp_conv.finish(self.mlp(inner), kernels)
+        rows = rows + self.self_attn(self.input_layernorm(rows), context, mask)
+        return rows + self.mlp(self.post_attention_layernorm(rows))
 
 
-class DFlash2Drafter(nn.Module):
-    """Drafts `block_size - 1` tokens after an anchor in one pass.
+class Drafter(nn.Module):
+    """Drafts `config.num_draft_tokens` tokens after an anchor in one pass.
 
-    Embedding and head are the target's and are handed in, unless the drafter's file
-    holds its own. State lives in the context that `make_context` returns.
+    A family subclasses it, chooses its layers and decides tokens from rows. Embedding
+    and head are the target's and are handed in, unless the drafter's file holds its
+    own. State lives in the context that `make_context` returns.
 
     Attributes:
         source: Where it was loaded from, if it was.
     """
+
+    layer_class: type[nn.Module] = DrafterLayer
 
     def __init__(
         self,
@@ -75,9 +110,10 @@ class DFlash2Drafter(nn.Module):
         self.config, self.source = config, source
         self.fc = nn.Linear(taps * size, size, bias=False)
         self.hidden_norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.layers = [DrafterLayer(config) for _ in range(config.num_hidden_layers)]
+        self.layers = [
+            self.layer_class(config) for _ in range(config.num_hidden_layers)
+        ]
         self.norm = nn.RMSNorm(size, config.rms_norm_eps)
-        self.candidate_selector = CandidateSelector(config)
         if own_embedding:
             self.embed_tokens = nn.Embedding(config.vocab_size, size)
         if own_head:
@@ -128,8 +164,7 @@ class DFlash2Drafter(nn.Module):
         context: Context,
         *,
         count: int | None = None,
-        temperature: float = 0.0,
-        key: mx.array | None = None,
+        draws: Draws = Draws(),  # noqa: B008
     ) -> Proposal:
         """Draft the tokens after `anchor`.
 
@@ -139,32 +174,33 @@ class DFlash2Drafter(nn.Module):
         Args:
             target: Whose embedding and head are used.
             count: Tokens to propose, at most `config.num_draft_tokens`.
-            temperature: 0 is greedy; above, tokens are drawn and q is returned.
-            key: Random key for the draws.
+            draws: Greedy, or how to sample.
         """
         config = self.config
         count = config.num_draft_tokens if count is None else count
-        ids = mx.array([[anchor] + [config.mask_token_id] * config.num_draft_tokens])
+        masks = [config.mask_token_id] * (config.block_size - 1)
+        ids = mx.array([[anchor, *masks]])
         embed = self.embed_tokens if "embed_tokens" in self else target.embed
         block = embed(ids).astype(self.dtype) * config.input_embedding_scale
-        hidden = self.hidden(block, context)[0, 1 : count + 1]
-        candidates, logits = top_candidates(
-            self._head(hidden, target), config.selector_top_k
-        )
-        return self.candidate_selector.propose(
-            hidden,
-            ids[0, :1],
-            candidates,
-            self._transform(logits),
-            temperature=temperature,
-            key=key,
-        )
+        first = config.first_row
+        hidden = self.hidden(block, context)[0, first : first + count]
+        head = self.lm_head if "lm_head" in self else target.head
+        return self.decide(hidden, head(hidden), ids[0, :1], draws)
 
-    def _head(self, hidden: mx.array, target: Target) -> mx.array:
-        return self.lm_head(hidden) if "lm_head" in self else target.head(hidden)
+    def decide(
+        self, hidden: mx.array, logits: mx.array, anchor: mx.array, draws: Draws
+    ) -> Proposal:
+        """Choose one token for every slot; each family has its own way.
 
-    def _transform(self, logits: mx.array) -> mx.array:
-        """Output multiplier, then softcap, on float32 logits."""
-        logits = logits * self.config.output_multiplier
+        Args:
+            hidden: Post-norm rows of the slots. Shape: (g, D).
+            logits: The head's, not yet transformed. Shape: (g, V).
+            anchor: Shape: (1,).
+        """
+        raise NotImplementedError
+
+    def transform(self, logits: mx.array) -> mx.array:
+        """Output multiplier, then softcap, in float32."""
+        logits = logits.astype(mx.float32) * self.config.output_multiplier
         cap = self.config.final_logit_softcapping
         return cap * mx.tanh(logits / cap) if cap else logits

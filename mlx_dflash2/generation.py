@@ -12,7 +12,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from .decode import Decoding, Emission, KVQuantization, Row
-from .drafter import DFlash2Drafter
+from .drafter import Drafter
 from .errors import DFlash2Error
 from .sampling import LogitsProcessor, SamplingConfig, TokenRule, log_softmax
 from .stats import AcceptanceStats
@@ -203,7 +203,7 @@ class Stream(Iterator[Response]):
 
 def stream_generate(
     target: Target,
-    drafter: DFlash2Drafter | None,
+    drafter: Drafter | None,
     tokenizer,
     prompt,
     *,
@@ -226,6 +226,8 @@ def stream_generate(
     extra_eos_token_ids: Sequence[int] = (),
     template_options: dict | None = None,
     num_draft_tokens: int | None = None,
+    draft_sampling: str | None = None,
+    confidence_threshold: float = 0.0,
     prefill_step_size: int = 2048,
     kv_bits: int | None = None,
     kv_group_size: int = 64,
@@ -253,6 +255,10 @@ def stream_generate(
         template_options: Chat template variables, for a prompt of messages.
         num_draft_tokens: Drafted tokens verified per cycle, at most the drafter's
             trained number, which is the default; 0 decodes plainly.
+        draft_sampling: At a temperature, "sample" draws the drafted tokens, "argmax"
+            takes the best; both are exact. None takes the family's faster way.
+        confidence_threshold: DSpark cuts a proposal before the first slot less sure
+            than this; 0 never.
         kv_bits: Quantize the target's cache once it holds `quantized_kv_start`.
         prompt_progress_callback: Gets prompt positions done and total.
 
@@ -305,6 +311,8 @@ def stream_generate(
         seed=_checked_seed(seed),
         prefill_step_size=prefill_step_size,
         kv=_checked_kv(target, kv_bits, kv_group_size, quantized_kv_start),
+        draft_sampling=_checked_drafting(drafter, draft_sampling, confidence_threshold),
+        confidence_threshold=confidence_threshold,
     )
     limits = dict(max_tokens=max_tokens, eos=eos, num_draft_tokens=width)
     if prompt_progress_callback is not None:
@@ -314,7 +322,7 @@ def stream_generate(
 
 def generate(
     target: Target,
-    drafter: DFlash2Drafter | None,
+    drafter: Drafter | None,
     tokenizer,
     prompt,
     **options,
@@ -326,7 +334,7 @@ def generate(
     return stream.generation
 
 
-def _checked_width(drafter: DFlash2Drafter | None, asked: int | None) -> int:
+def _checked_width(drafter: Drafter | None, asked: int | None) -> int:
     if drafter is None:
         if asked:
             raise DFlash2Error(f"num_draft_tokens is {asked}, but there is no drafter")
@@ -340,6 +348,27 @@ def _checked_width(drafter: DFlash2Drafter | None, asked: int | None) -> int:
             f"trained for {trained} (block size {trained + 1}), use 0 to {trained}"
         )
     return asked
+
+
+def _checked_drafting(
+    drafter: Drafter | None, sampling: str | None, threshold: float
+) -> str:
+    if sampling not in (None, "sample", "argmax"):
+        raise DFlash2Error(
+            f"draft_sampling is {sampling!r}, expected 'sample' or 'argmax'"
+        )
+    if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+        raise DFlash2Error(
+            f"confidence_threshold is {threshold!r}, expected a number from 0 to 1"
+        )
+    if drafter is None:
+        return "sample"
+    if threshold > 0 and not getattr(drafter.config, "has_confidence", False):
+        raise DFlash2Error(
+            f"confidence_threshold is {threshold}, but this {drafter.config.title} "
+            "drafter has no confidence head"
+        )
+    return sampling or drafter.config.draft_sampling
 
 
 def _checked_seed(seed: int | None) -> int:

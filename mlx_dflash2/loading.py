@@ -11,14 +11,20 @@ from mlx_lm.models import llama
 from mlx_lm.utils import MODEL_REMAPPING, load_model, load_tokenizer
 from tokenizers import Tokenizer
 
-from .checkpoint import TARGET_FILES, Source, find_source, stored_tensors
-from .config import DrafterConfig, read_json
-from .drafter import DFlash2Drafter
+from .checkpoint import (
+    TARGET_FILES,
+    Source,
+    StoredTensor,
+    find_source,
+    stored_tensors,
+)
+from .config import CODE_KEYS, DrafterConfig, check_fit, read_json
+from .drafter import Drafter
 from .errors import DFlash2Error
+from .families import read_drafter_config
 from .names import check_tensors, published_names, quantizable
 from .target import Target
 
-CODE_KEYS = ("auto_map", "model_file")  # name Python files; never followed
 TOKENIZER_CONFIG = "tokenizer_config.json"
 
 logger = logging.getLogger("mlx_dflash2")
@@ -172,8 +178,9 @@ def load_drafter(
     revision: str | None = None,
     offline: bool = False,
     bits: int | None = None,
-) -> DFlash2Drafter:
-    """Load a DFlash 2 drafter for a target.
+    kind: str | None = None,
+) -> Drafter:
+    """Load a drafter of any family for a target; its tensors tell which.
 
     It computes in the dtype it is stored in; a file that mixes dtypes or is float16,
     which the target's largest activations overflow, computes in float32.
@@ -181,10 +188,11 @@ def load_drafter(
     Args:
         path_or_repo: A folder or a Hub repository, in any known spelling.
         bits: Quantize the backbone's linear layers to 4 or 8 bits (groups of 64).
+        kind: The family that is expected, such as "dspark"; another is refused.
 
     Raises:
-        DFlash2Error: It cannot be found, is no DFlash 2 drafter, is incomplete, or
-            does not fit the target.
+        DFlash2Error: It cannot be found, is of no known family or not of the expected
+            one, is incomplete, or does not fit the target.
     """
     source = find_source(path_or_repo, revision=revision, offline=offline)
     path = source.folder / "config.json"
@@ -192,10 +200,19 @@ def load_drafter(
     for key in CODE_KEYS:
         if raw.get(key) is not None:
             logger.warning("%s: %s is ignored, no code of a model is run", path, key)
-    config = DrafterConfig.from_dict(raw, where=str(path))
-    _check_pair(config, target, str(path))
-    weights = _read_weights(source, config)
-    drafter = DFlash2Drafter(
+    stored = stored_tensors(source.folder)
+    names = published_names(stored, where=source.name)
+    config = read_drafter_config(source.folder, kind=kind, tensors=names.values())
+    check_fit(
+        config,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        where=str(path),
+        target=target.source.name,
+    )
+    weights = _read_weights(source, stored, names, config)
+    drafter = config.network(__package__)(
         config,
         own_embedding="embed_tokens.weight" in weights,
         own_head="lm_head.weight" in weights,
@@ -214,23 +231,13 @@ def load_drafter(
     return drafter
 
 
-def _check_pair(config: DrafterConfig, target: Target, where: str) -> None:
-    fits = {
-        "hidden_size": (config.hidden_size, target.hidden_size),
-        "num_target_layers": (config.num_target_layers, target.num_layers),
-        "vocab_size": (config.vocab_size, target.vocab_size),
-    }
-    for name, (here, there) in fits.items():
-        if here != there:
-            raise DFlash2Error(
-                f"{where}: {name} is {here}, but the target's is {there} "
-                f"({target.source.name}); use the drafter trained for this target"
-            )
-
-
-def _read_weights(source: Source, config: DrafterConfig) -> dict[str, mx.array]:
-    stored = stored_tensors(source.folder)
-    published = published_names(stored, where=source.name)
+def _read_weights(
+    source: Source,
+    stored: dict[str, StoredTensor],
+    published: dict[str, str],
+    config: DrafterConfig,
+) -> dict[str, mx.array]:
+    """Every tensor by published name, in one dtype to compute in."""
     shapes = {new: stored[old].shape for old, new in published.items()}
     check_tensors(shapes, config, where=source.name)
     weights = {}
@@ -254,7 +261,7 @@ def _read_weights(source: Source, config: DrafterConfig) -> dict[str, mx.array]:
     }
 
 
-def _quantize(drafter: DFlash2Drafter, bits: int, source: Source) -> None:
+def _quantize(drafter: Drafter, bits: int, source: Source) -> None:
     if drafter.config.quantization is not None:
         raise DFlash2Error(
             f"{source.name}: already quantized to "

@@ -1,8 +1,8 @@
-"""The tensors of a DFlash 2 drafter: their published names and shapes."""
+"""The tensors of a drafter: their published names and shapes."""
 
 from collections.abc import Iterable, Mapping
 
-from .config import DrafterConfig
+from .config import DrafterConfig, Shapes
 from .errors import DFlash2Error
 
 SPELLINGS = {  # met in the wild -> published; names not listed are published ones
@@ -63,25 +63,17 @@ def quantizable(name: str) -> bool:
     }
 
 
-def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
+def expected_shapes(config: DrafterConfig) -> Shapes:
     """Every tensor an unquantized drafter of this config must have, with its shape."""
     size, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    pairs = config.num_key_value_heads * config.head_dim
-    inner, kernel = config.intermediate_size, config.conv_kernel_size
-    groups = size // config.conv_group_size
-    shapes: dict[str, tuple[int, ...]] = {
+    pairs, inner = (
+        config.num_key_value_heads * config.head_dim,
+        config.intermediate_size,
+    )
+    shapes = {
         "fc.weight": (size, len(config.target_layer_ids) * size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
-        "candidate_selector.hidden_projection.weight": (config.selector_rank, size),
-        "candidate_selector.predecessor_codebook": (
-            config.vocab_size,
-            config.selector_rank,
-        ),
-        "candidate_selector.successor_codebook": (
-            config.vocab_size,
-            config.selector_rank,
-        ),
     }
     layer = {
         "input_layernorm.weight": (size,),
@@ -96,12 +88,10 @@ def expected_shapes(config: DrafterConfig) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (inner, size),
         "mlp.down_proj.weight": (size, inner),
     }
-    for conv in ("attention_conv", "mlp_conv"):
-        layer[f"{conv}.base_kernel"] = (2, kernel, size)
-        layer[f"{conv}.kernel_projection.weight"] = (2 * kernel * groups, size)
+    layer |= config.own_layer_tensors()
     for index in range(config.num_hidden_layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes
+    return shapes | config.own_tensors()
 
 
 def check_tensors(
@@ -123,7 +113,7 @@ def check_tensors(
     unknown = sorted(found.keys() - expected.keys() - optional.keys())
     if missing or unknown:
         raise DFlash2Error(
-            f"{where}: not a DFlash 2 drafter: {_list(missing, unknown)}"
+            f"{where}: not a {config.title} drafter: {_list(missing, unknown)}"
         )
     for name, shape in (expected | optional).items():
         if tuple(found[name]) != shape:
@@ -155,14 +145,6 @@ def _list(missing: list[str], unknown: list[str]) -> str:
         more = f" and {len(names) - 4} more" if len(names) > 4 else ""
         return ", ".join(names[:4]) + more
 
-    parts = []
-    if missing:
-        parts.append(f"missing {some(missing)}")
-    if unknown:
-        hint = ""
-        if any(name.startswith(("markov_head", "confidence_head")) for name in unknown):
-            hint = " (these belong to DSpark)"
-        parts.append(f"unknown {some(unknown)}{hint}")
-    if any("_conv." in name for name in missing) and not unknown:
-        parts.append("a drafter without them is DFlash v1")
+    parts = [f"missing {some(missing)}"] if missing else []
+    parts += [f"unknown {some(unknown)}"] if unknown else []
     return "; ".join(parts)

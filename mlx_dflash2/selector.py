@@ -1,30 +1,13 @@
 """Choice of one path through the candidates of every drafted slot."""
 
-from dataclasses import dataclass
-
 import mlx.core as mx
 import mlx.nn as nn
 
-from .config import DrafterConfig
+from .drafter import Draws, Proposal
+from .families.dflash2 import DFlash2Config
 
 CHUNK = 128
 LOW_WORD = 0xFFFFFFFF
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Drafted tokens and, when they were sampled, the distribution they came from.
-
-    Attributes:
-        tokens: Shape (g,), int32.
-        candidates: Token ids q is spread over, distinct in a slot. Shape: (g, K).
-        probabilities: q of each candidate given the tokens before, float32, zero
-            elsewhere. Shape: (g, K). None for a greedy proposal.
-    """
-
-    tokens: mx.array
-    candidates: mx.array
-    probabilities: mx.array | None = None
 
 
 def top_candidates(logits: mx.array, count: int) -> tuple[mx.array, mx.array]:
@@ -77,7 +60,7 @@ class CandidateSelector(nn.Module):
     decided left to right, each given the one before.
     """
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DFlash2Config):
         super().__init__()
         shape = (config.vocab_size, config.selector_rank)
         self.hidden_projection = nn.Linear(
@@ -114,9 +97,7 @@ class CandidateSelector(nn.Module):
         anchor: mx.array,
         candidates: mx.array,
         logits: mx.array,
-        *,
-        temperature: float,
-        key: mx.array | None,
+        draws: Draws,
     ) -> Proposal:
         """Walk the slots: the best candidate, or with a temperature a drawn one.
 
@@ -125,19 +106,18 @@ class CandidateSelector(nn.Module):
             anchor: Shape: (1,).
             candidates: In order of preference among equal scores. Shape: (g, K).
             logits: Transformed logits of the candidates, float32. Shape: (g, K).
-            temperature: 0 is greedy.
-            key: Random key, needed for sampling.
+            draws: Greedy, or how to sample.
         """
         pairs = self.pair_scores(hidden, anchor, candidates)
-        keys = None if key is None else mx.random.split(key, len(pairs))
+        keys = None if draws.key is None else mx.random.split(draws.key, len(pairs))
         choice: mx.array | int = 0
         choices, probabilities = [], []
         for slot, table in enumerate(pairs):
             scores = logits[slot] + table[choice]
-            if temperature == 0:
+            if draws.temperature == 0:
                 choice = mx.argmax(scores)
             else:
-                q = mx.softmax(scores / temperature)
+                q = mx.softmax(scores / draws.temperature)
                 choice = mx.random.categorical(mx.log(q), key=keys[slot])
                 probabilities.append(q)
             choices.append(choice)
