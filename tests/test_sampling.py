@@ -5,6 +5,7 @@ import math
 import mlx.core as mx
 import numpy as np
 import pytest
+from by_hand import penalised, probabilities
 from chi_square import chi_square
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
@@ -32,24 +33,15 @@ def logprobs(seed: int = 0, dtype: mx.Dtype = mx.float32) -> mx.array:
     return log_softmax(mx.array(row, mx.float32).astype(dtype))
 
 
-def by_hand(logp: np.ndarray, options: dict, temperature: float) -> np.ndarray:
-    """The documented definition in float64; XTC is on if it is among the options."""
-    logp = logp.astype(np.float64).copy()
-    if "top_p" in options:
-        order = np.argsort(-logp)
-        above = np.cumsum(np.exp(logp[order])) - np.exp(logp[order])
-        logp[order[above >= options["top_p"]]] = -np.inf
-    if "min_p" in options:
-        logp[logp < logp.max() + math.log(options["min_p"])] = -np.inf
-    if "xtc_threshold" in options:
-        p = np.exp(logp) / np.exp(logp).sum()
-        strong = [t for t in np.argsort(-p) if p[t] > options["xtc_threshold"]]
-        cut = [token for token in strong[:-1] if token not in SPECIAL]
-        logp[cut] = -np.inf
-    if "top_k" in options:
-        logp[np.argsort(-logp)[options["top_k"] :]] = -np.inf
-    p = np.exp((logp - logp.max()) / temperature)
-    return p / p.sum()
+def by_hand(row: mx.array, options: dict, temperature: float) -> np.ndarray:
+    """XTC is on if it is among the options."""
+    return probabilities(
+        np.array(row)[0],
+        temperature=temperature,
+        xtc_on="xtc_threshold" in options,
+        special=SPECIAL,
+        **options,
+    )
 
 
 def rule_of(options: dict, temperature: float = 1.0, **more) -> TokenRule:
@@ -65,7 +57,7 @@ def test_p_is_the_documented_distribution(name, temperature):
     for seed in range(10):
         row = logprobs(seed)
         p = np.array(rule.probabilities(row, mx.array(0.5)))
-        expected = by_hand(np.array(row)[0], FILTERS[name], temperature)
+        expected = by_hand(row, FILTERS[name], temperature)
         np.testing.assert_allclose(p, expected, rtol=2e-5, atol=0)
         assert p.dtype == np.float32
 
@@ -115,8 +107,8 @@ def test_draw_follows_p_and_never_leaves_its_support():
 def test_the_coin_decides_whether_xtc_cuts_this_row():
     """The boundary is mlx-lm's: XTC is off for a number above the probability."""
     rule, row = rule_of({"xtc_probability": 0.4, "xtc_threshold": 0.1}), logprobs(1)
-    cut = by_hand(np.array(row)[0], XTC, 1.0)
-    whole = by_hand(np.array(row)[0], {}, 1.0)
+    cut = by_hand(row, XTC, 1.0)
+    whole = by_hand(row, {}, 1.0)
     assert (cut > 0).sum() < VOCAB
     for coin, expected in ((0.0, cut), (0.4, cut), (0.41, whole), (0.99, whole)):
         p = np.array(rule.probabilities(row, mx.array(coin)))
@@ -151,20 +143,6 @@ PENALTIES = {
 }
 
 
-def penalised_by_hand(row: np.ndarray, history: list[int], options: dict) -> np.ndarray:
-    row = row.astype(np.float64).copy()
-    for token, bias in options.get("logit_bias", {}).items():
-        row[token] += bias
-    penalty = options.get("repetition_penalty")
-    for token in set(history[-options.get("repetition_context_size", 20) :]):
-        if penalty is not None:
-            row[token] *= penalty if row[token] < 0 else 1 / penalty
-    for token in set(history[-20:]):
-        row[token] -= options.get("presence_penalty", 0)
-        row[token] -= options.get("frequency_penalty", 0) * history[-20:].count(token)
-    return row
-
-
 @pytest.mark.parametrize("name", PENALTIES)
 def test_penalties_are_mlx_lms_and_leave_the_callers_row_alone(name):
     """History is shorter and longer than what each penalty looks back on."""
@@ -181,7 +159,7 @@ def test_penalties_are_mlx_lms_and_leave_the_callers_row_alone(name):
         for processor in make_logits_processors(**options):
             theirs = processor(mx.array(history), theirs)
         np.testing.assert_array_equal(result, np.array(theirs))
-        expected = penalised_by_hand(before[0], history, options)
+        expected = penalised(before[0], history, **options)
         np.testing.assert_allclose(result[0], expected, rtol=1e-5, atol=1e-5)
 
 
