@@ -113,8 +113,9 @@ class Stream(Iterator[Response]):
             return next(self._responses)
 
     def close(self) -> None:
-        """Stop early. What was emitted stays in `generation`."""
+        """Stop early. What was emitted stays in `generation`, text held back too."""
         self._responses.close()
+        self._text.finish()
 
     @property
     def generation(self) -> Generation:

@@ -18,7 +18,7 @@ from .checkpoint import (
     find_source,
     stored_tensors,
 )
-from .config import CODE_KEYS, DrafterConfig, check_fit, read_json
+from .config import CODE_KEYS, SLIDING, DrafterConfig, check_fit, read_json
 from .drafter import Drafter
 from .errors import DFlash2Error
 from .families import read_drafter_config
@@ -68,6 +68,22 @@ def _target_config(source: Source) -> dict:
     for key in CODE_KEYS:
         if config.pop(key, None) is not None:
             logger.warning("%s: %s is ignored, no code of a model is run", path, key)
+    if SLIDING in (config.get("layer_types") or ()):
+        raise DFlash2Error(
+            f"{path}: layer_types has {SLIDING}, whose cache cannot be rolled back "
+            "after a rejected draft; use a target with full attention in every layer"
+        )
+    _flatten_rope(config, path)
+    if config.get("tie_word_embeddings") is None:
+        stored = stored_tensors(source.folder)
+        config["tie_word_embeddings"] = "lm_head.weight" not in stored
+    return config
+
+
+def _flatten_rope(config: dict, path: Path) -> None:
+    """Put what stands under rope_parameters where mlx-lm looks for it."""
+    if config.get("rope_theta") is None:
+        config.pop("rope_theta", None)
     nested = config.get("rope_parameters") or {}
     theta = nested.get("rope_theta")
     if theta is not None and config.setdefault("rope_theta", theta) != theta:
@@ -77,10 +93,6 @@ def _target_config(source: Source) -> dict:
         )
     if nested.get("rope_type", "default") != "default":
         config["rope_scaling"] = config.get("rope_scaling") or nested
-    if config.get("tie_word_embeddings") is None:
-        stored = stored_tensors(source.folder)
-        config["tie_word_embeddings"] = "lm_head.weight" not in stored
-    return config
 
 
 def _load_model(source: Source, config: dict) -> tuple[nn.Module, dict]:

@@ -61,6 +61,7 @@ class TextStream:
         if window.endswith(INCOMPLETE) and self._is_inside_character():
             window = window.rstrip(INCOMPLETE)
         piece = self._release(window[len(known) :])
+        self._from = self._read = len(self._tokens)
         rest, self._held = self._held, ""
         if self.stopped:
             rest = ""

@@ -1,5 +1,6 @@
 """Hold speculative output against plain decoding, token by token."""
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
@@ -80,6 +81,7 @@ def _gap(logits: mx.array, first: int, second: int) -> tuple[float, float]:
     """Difference of two logits, plainly and in units in the last place."""
     a, b = logits[first], logits[second]
     gap = (a.astype(mx.float32) - b.astype(mx.float32)).item()
-    size = max(abs(a.item()), abs(b.item()), mx.finfo(logits.dtype).smallest_normal)
-    exponent = mx.floor(mx.log2(mx.array(size))).item()
-    return gap, gap / (2.0**exponent * mx.finfo(logits.dtype).eps)
+    kind = mx.finfo(logits.dtype)
+    size = max(abs(a.item()), abs(b.item()), kind.smallest_normal)
+    _, exponent = math.frexp(size)  # of a mantissa below 1
+    return gap, gap / (2.0 ** (exponent - 1) * kind.eps)

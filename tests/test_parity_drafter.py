@@ -253,3 +253,31 @@ def test_tied_targets_lend_embedding_and_head():
     for anchor, rows in enumerate([20, 1, 8]):
         driven.append(rows)
         driven.compare(anchor)
+
+
+def test_in_bfloat16_neither_backend_is_further_from_float32(targets):
+    """They round at different places; both errors stay of one size."""
+    config = drafter_config()
+    errors = {"torch": [], "mlx": []}
+    for seed in range(3):
+        numbers = drafter_numbers(config, seed)
+        exact = Driven(config, targets, numbers)
+        rounded = Driven(config, targets, numbers)
+        rounded.reference.to(torch.bfloat16)
+        rounded.ours.set_dtype(mx.bfloat16)
+        rounded.contexts = (
+            rounded.reference.make_context(),
+            rounded.ours.make_context(),
+        )
+        for driven in (exact, rounded):
+            driven.append(20)
+        block = exact.reference.embed_block(7, targets[0])
+        expected = exact.reference.hidden(block, exact.contexts[0])
+        found = rounded.reference.hidden(block, rounded.contexts[0]).float()
+        errors["torch"].append((found - expected).abs().mean().item())
+        found = rounded.ours.hidden(mx.array(block.numpy()), rounded.contexts[1])
+        gap = mx.abs(found.astype(mx.float32) - mx.array(expected.numpy()))
+        errors["mlx"].append(gap.mean().item())
+    means = [sum(each) / 3 for each in errors.values()]
+    assert 0 < max(means) < 0.3, errors
+    assert max(means) < 1.5 * min(means), errors

@@ -43,7 +43,7 @@ class DSparkConfig(DrafterConfig):
         sees_token = read.flag(*_places("confidence_head_with_markov"))
         if confident and sees_token is None:
             raise read.fail(
-                "enable_confidence_head is set, but confidence_head_with_markov is missing"
+                "confidence_head_with_markov is missing beside enable_confidence_head"
             )
         return {
             "markov_rank": read.integer(*_places("markov_rank", "dspark_markov_rank")),

@@ -1,7 +1,6 @@
 """load_target and load_drafter for PyTorch, and whether the two fit each other."""
 
 import os
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -9,6 +8,7 @@ from torch import Tensor
 from mlx_dflash2.checkpoint import (
     DRAFTER_FILES,
     TARGET_FILES,
+    Source,
     StoredTensor,
     find_source,
     stored_tensors,
@@ -58,16 +58,7 @@ def load_drafter(
         )
     if target is not None:
         check_fit(config, target, where=source.name)
-    stored = stored_tensors(source.folder)
-    mapping = published_names(stored, where=source.name)
-    found = {published: stored[name] for name, published in mapping.items()}
-    check_tensors(
-        {name: tensor.shape for name, tensor in found.items()},
-        config,
-        where=source.name,
-    )
-    _refuse_other_dtypes(found, where=source.name)
-    weights = _read(stored, mapping)
+    weights = _read_weights(source, config)
     with torch.device("meta"):
         drafter = DFlash2Drafter(
             config,
@@ -75,8 +66,7 @@ def load_drafter(
             own_head=BORROWED[1] in weights,
         )
     if dtype is None:
-        dtype = _stored_dtype(found)
-        dtype = torch.float32 if dtype == torch.float16 else dtype
+        dtype = _common_dtype(weights)
     weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval()
@@ -141,15 +131,7 @@ def load_target(
         attn_implementation="sdpa",
         output_loading_info=True,
     )
-    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        names = sorted(
-            name for name in map(str, info[kind]) if "rotary_emb." not in name
-        )
-        if names:
-            raise DFlash2Error(
-                f"{source.name}: {kind.replace('_keys', '')} tensors: "
-                f"{', '.join(names[:4])}; not a complete llama model"
-            )
+    _refuse_incomplete(info, where=source.name)
     _check_rope(raw, model.config.rope_parameters, where=f"{source.name}/config.json")
     return Target(model.to(device))
 
@@ -170,6 +152,19 @@ def _check_target_config(raw: dict, *, where: str) -> None:
             f"{where}: the target is quantized by MLX, which PyTorch cannot read; use "
             "the unquantized model"
         )
+
+
+def _refuse_incomplete(info: dict, *, where: str) -> None:
+    """Refuse a load that left weights out; `info` is transformers' report of it."""
+    for kind in ("missing_keys", "mismatched_keys", "unexpected_keys"):
+        names = sorted(
+            name for name in map(str, info[kind]) if "rotary_emb." not in name
+        )
+        if names:
+            raise DFlash2Error(
+                f"{where}: {kind.replace('_keys', '')} tensors: "
+                f"{', '.join(names[:4])}; not a complete llama model"
+            )
 
 
 def _check_rope(raw: dict, loaded: dict, *, where: str) -> None:
@@ -195,20 +190,31 @@ def _refuse_other_dtypes(found: dict[str, StoredTensor], *, where: str) -> None:
             )
 
 
-def _read(
-    stored: dict[str, StoredTensor], mapping: dict[str, str]
-) -> dict[str, Tensor]:
-    """Read tensors by stored name, each under its published name."""
+def _read_weights(source: Source, config: DrafterConfig) -> dict[str, Tensor]:
+    """Every tensor of a drafter's files, checked, under its published name."""
     from safetensors import safe_open
 
-    files: dict[Path, list[str]] = {}
-    for name in mapping:
-        files.setdefault(stored[name].file, []).append(name)
+    stored = stored_tensors(source.folder)
+    mapping = published_names(stored, where=source.name)
+    found = {published: stored[name] for name, published in mapping.items()}
+    shapes = {name: tensor.shape for name, tensor in found.items()}
+    check_tensors(shapes, config, where=source.name)
+    _refuse_other_dtypes(found, where=source.name)
     weights = {}
-    for file, names in files.items():
+    for file in sorted({tensor.file for tensor in found.values()}):
         with safe_open(file, framework="pt") as opened:
-            weights |= {mapping[name]: opened.get_tensor(name) for name in names}
+            weights |= {
+                published: opened.get_tensor(name)
+                for name, published in mapping.items()
+                if stored[name].file == file
+            }
     return weights
+
+
+def _common_dtype(weights: dict[str, Tensor]) -> torch.dtype:
+    """What a drafter computes in unless told otherwise."""
+    dtypes = {tensor.dtype for tensor in weights.values()}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else torch.float32
 
 
 def _stored_dtype(found: dict[str, StoredTensor]) -> torch.dtype:
