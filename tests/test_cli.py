@@ -1,5 +1,6 @@
 """What `generate` prints, and how it ends."""
 
+import io
 import json
 import shutil
 
@@ -569,6 +570,27 @@ def test_help_names_the_defaults():
 
 
 def test_a_long_prompt_is_fine(oracle):
-    found = answer(oracle, "-", "-m", 3, stdin="word " * 500)
-    assert found["prompt_tokens"] > 2048  # two prefill steps
+    flags = "-m", 3, "--prefill-step-size", 500
+    found = answer(oracle, "-", *flags, stdin="word " * 500)
+    assert found["prompt_tokens"] > 1500
     assert len(found["tokens"]) == 3
+
+
+def test_the_progress_bar_gives_the_cursor_back(monkeypatch):
+    from mlx_dflash2.commands import _Progress
+
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    monkeypatch.setattr("sys.stderr", terminal := Terminal())
+    progress = _Progress(step=2)
+    progress(0, 2)
+    assert terminal.getvalue() == ""  # short prompts have none
+    progress(0, 9)
+    progress(2, 9)
+    assert "22%" in terminal.getvalue() and "\x1b[?25l" in terminal.getvalue()
+    progress.close()
+    assert terminal.getvalue().endswith("\x1b[?25h\n")
+    progress.close()
+    assert terminal.getvalue().count("\x1b[?25h") == 1
