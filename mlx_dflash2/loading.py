@@ -53,6 +53,7 @@ def load_target(
     config = _target_config(source)
     model, config = _load_model(source, config)
     _check_target(model, config, source)
+    _compute_tables(model)
     return Target(model, config, source), _load_tokenizer(source, config)
 
 
@@ -113,6 +114,15 @@ def _load_model(source: Source, config: dict) -> tuple[nn.Module, dict]:
             raise DFlash2Error(
                 f"{source.name}: mlx-lm cannot load it as a llama model: {reason}"
             ) from error
+
+
+def _compute_tables(model: nn.Module) -> None:
+    """Evaluate what is no parameter, such as rope frequencies.
+
+    Left for the first forward, it could be computed in the loading thread only.
+    """
+    held = (value for module in model.modules() for value in module.values())
+    mx.eval([value for value in held if isinstance(value, mx.array)])
 
 
 def _check_target(model: nn.Module, config: dict, source: Source) -> None:

@@ -1,14 +1,17 @@
 """The command line, run in this process or in one of its own."""
 
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 from click.testing import CliRunner, Result
 from pairs import Pair
 
+from mlx_dflash2 import loading
 from mlx_dflash2.cli import main
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -39,8 +42,16 @@ def run(*arguments: object, stdin: bytes | str | None = None) -> Result:
 
 
 def generate(pair: Pair, *arguments: object, stdin: bytes | str | None = None):
-    """`generate` with a pair."""
-    return run("generate", *arguments, *models(pair), stdin=stdin)
+    """`generate` with a pair, which is loaded once and shared by all calls."""
+    with (
+        mock.patch("mlx_dflash2.loading.load_target", _load_target),
+        mock.patch("mlx_dflash2.loading.load_drafter", _load_drafter),
+    ):
+        return run("generate", *models(pair), *arguments, stdin=stdin)
+
+
+_load_target = functools.cache(loading.load_target)
+_load_drafter = functools.cache(loading.load_drafter)
 
 
 def answer(pair: Pair, *arguments: object, **options) -> dict:
@@ -65,7 +76,12 @@ def start(*arguments: object, before: str = "", **options) -> subprocess.Popen:
     """The command line in a process of its own, its output piped."""
     variables = dict(os.environ) | options.pop("variables", {})
     return subprocess.Popen(
-        [sys.executable, "-c", f"{START}\n{before}\nmain()", *map(os.fspath, arguments)],
+        [
+            sys.executable,
+            "-c",
+            f"{START}\n{before}\nmain()",
+            *map(os.fspath, arguments),
+        ],
         stdout=options.pop("stdout", subprocess.PIPE),
         stderr=options.pop("stderr", subprocess.PIPE),
         env=variables,

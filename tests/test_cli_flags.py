@@ -5,7 +5,7 @@ import json
 
 import mlx.nn as nn
 import pytest
-from command_line import answer, assert_refused, generate, run
+from command_line import answer, assert_refused, generate, models, run
 from fake_hub import FakeHub
 from transformers import AutoTokenizer
 
@@ -295,14 +295,15 @@ def test_draft_bits_quantize_the_drafter(pair, monkeypatch, bits):
 
     monkeypatch.setattr(loading, "load_drafter", note)
     made = pair("random", hidden=128)
-    tokens = answer(made, "a", "-m", 9, "--draft-bits", bits)["tokens"]
+    flags = "a", "-m", 9, "--json"
+    found = run("generate", *models(made), *flags, "--draft-bits", bits)
     kinds = {
         module.bits
         for module in loaded[0].modules()
         if isinstance(module, nn.QuantizedLinear)
     }
     assert kinds == {bits}
-    assert tokens == answer(made, "a", "-m", 9)["tokens"]
+    assert json.loads(found.stdout)["tokens"] == answer(made, *flags)["tokens"]
 
 
 def test_draft_bits_that_do_not_fit_say_what_to_do(oracle):

@@ -25,7 +25,7 @@ class SamplingConfig:
     """
 
     temperature: float = 0.0
-    top_p: float = 0.0
+    top_p: float = 1.0
     min_p: float = 0.0
     top_k: int = 0
     seed: int = 0
