@@ -11,7 +11,6 @@ import click
 from .errors import DFlash2Error
 
 TARGET = "openbmb/MiniCPM5-2B"
-DRAFTER = "applepie69/MiniCPM5-2B-DFlash2"
 ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 
@@ -91,6 +90,37 @@ class TokenBias(JSONObject):
             self.fail('expected token ids and numbers, as {"42": -5}', param, context)
 
 
+def pair_options(command):
+    """The options that name a target and its drafter."""
+    options = [
+        click.option(
+            "--model",
+            "--target",
+            default=TARGET,
+            show_default=True,
+            help="Folder or Hub id of the target.",
+        ),
+        click.option(
+            "--draft-model",
+            "--drafter",
+            default="auto",
+            show_default=True,
+            help="Folder or Hub id; auto takes the strongest published for the target.",
+        ),
+        click.option(
+            "--draft-kind",
+            type=click.Choice(["dflash2", "dflash", "dspark"]),
+            help="The family you expect; another is an error.",
+        ),
+        click.option("--revision", help="The target's branch, tag or commit."),
+        click.option("--draft-revision", help="The drafter's."),
+        click.option("--offline", is_flag=True, help="Open no connection."),
+    ]
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
@@ -101,23 +131,13 @@ class TokenBias(JSONObject):
     help="Show versions and exit.",
 )
 def main() -> None:
-    """Lossless speculative decoding with DFlash 2 drafters for MiniCPM5 on MLX."""
+    """Lossless speculative decoding for MiniCPM5 on MLX."""
 
 
 @main.command()
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", "-p", help="The message; - reads stdin. \\n and \\t count.")
-@click.option(
-    "--model", "--target", default=TARGET, show_default=True, help="Folder or Hub id."
-)
-@click.option(
-    "--draft-model",
-    "--drafter",
-    help=f"Folder or Hub id of the drafter.  [default: {DRAFTER} for {TARGET}]",
-)
-@click.option("--revision", help="The target's branch, tag or commit on the Hub.")
-@click.option("--draft-revision", help="The drafter's.")
-@click.option("--offline", is_flag=True, help="Open no connection.")
+@pair_options
 @click.option("--system-prompt", help="For the chat template.")
 @click.option(
     "--max-tokens",
@@ -180,6 +200,18 @@ def main() -> None:
     help="Drafted tokens verified per cycle; 0 is plain decoding.  [default: trained]",
 )
 @click.option(
+    "--draft-sampling",
+    type=click.Choice(["sample", "argmax"]),
+    help="How to draft at --temp above 0; both are exact.  [default: the family's]",
+)
+@click.option(
+    "--confidence-threshold",
+    type=click.FloatRange(0, 1),
+    default=0.0,
+    show_default=True,
+    help="DSpark: draft no slot less sure than this; 0 drafts all.",
+)
+@click.option(
     "--draft-bits", type=click.Choice(["4", "8"]), help="Quantize the drafter at load."
 )
 @click.option(
@@ -201,7 +233,7 @@ def main() -> None:
 @click.option("--verbose", is_flag=True, help="Say what was loaded and each cycle.")
 def generate(**options) -> None:
     """Answer PROMPT; the text is that of plain decoding, sooner."""
-    from .commands import run_generate
+    from .commands.generate import run_generate
 
     sys.exit(run_generate(options))
 
@@ -221,6 +253,28 @@ def generate(**options) -> None:
 @click.option("--check", is_flag=True, help="Reload what was written and compare.")
 def convert(**options) -> None:
     """Convert a drafter SOURCE (folder or Hub id) into the new folder DESTINATION."""
-    from .commands import run_convert
+    from .commands.convert import run_convert
 
     sys.exit(run_convert(options))
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON list.")
+def models(as_json: bool) -> None:
+    """List the published drafters and the targets they were trained for."""
+    from .commands.models import run_models
+
+    sys.exit(run_models(as_json))
+
+
+@main.command()
+@pair_options
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def doctor(**options) -> None:
+    """Check this machine, then a pair: what was read, whether it is read right.
+
+    Exit code 0 is healthy, 1 doubtful, 2 cannot run.
+    """
+    from .commands.doctor import run_doctor
+
+    sys.exit(run_doctor(options))

@@ -5,7 +5,7 @@ import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from .checkpoint import Source, stored_tensors
+from .checkpoint import stored_tensors
 from .config import read_json
 from .errors import DFlash2Error
 
@@ -63,8 +63,8 @@ def published_drafter(name: str) -> PublishedPair | None:
     return next((pair for pair in PAIRS if pair.drafter == name), None)
 
 
-def drafter_for(target: Source) -> PublishedPair:
-    """The strongest published drafter of a target.
+def drafter_for(target: str) -> PublishedPair:
+    """The strongest published drafter of a target, a repository or a local folder.
 
     A repository is matched by its full name, a local folder by where the Hub's cache
     put it or by its fingerprint: the RL, SFT and base variants of a model have the same
@@ -73,17 +73,18 @@ def drafter_for(target: Source) -> PublishedPair:
     Raises:
         DFlash2Error: None is known for this target.
     """
-    repository = target.name if target.revision else cached_repository(target.folder)
+    folder = Path(target).expanduser()
+    repository = cached_repository(folder) if folder.is_dir() else target
     for pair in PAIRS:
         if pair.target == repository:
             return pair
     if repository is None and any(pair.target_fingerprints for pair in PAIRS):
-        found = fingerprint(target.folder)
+        found = fingerprint(folder)
         for pair in PAIRS:
             if found in pair.target_fingerprints:
                 return pair
     raise DFlash2Error(
-        f"{target.name}: no published drafter is known for it; name one with "
+        f"{target}: no published drafter is known for it; name one with "
         "--draft-model, or decode with --plain (`mlx-dflash2 models` lists the known)"
     )
 

@@ -1,4 +1,4 @@
-"""What the commands do once their options are parsed."""
+"""`mlx-dflash2 generate`: load, generate, print."""
 
 import contextlib
 import json
@@ -8,37 +8,11 @@ from typing import Any
 
 import click
 
-from .errors import DFlash2Error
+from ..errors import DFlash2Error
+from .drafters import load_named_drafter, name_drafter
 
 LOW_ACCEPTANCE = 1.5  # below, a cycle seldom pays for its draft and wider verify
 ENOUGH_CYCLES = 16
-
-
-def run_convert(options: dict[str, Any]) -> int:
-    """Convert, print the report, optionally check; the exit code."""
-    from mlx_dflash2.convert import check, to_mlx, to_torch
-
-    form, quantize = options.pop("form"), options.pop("quantize")
-    bits, group = options.pop("q_bits"), options.pop("q_group_size")
-    wants_check = options.pop("check")
-    if form is None:
-        raise DFlash2Error("say which way: --to-mlx or --to-torch")
-    if not quantize and (bits is not None or group is not None):
-        raise DFlash2Error("--q-bits and --q-group-size need -q")
-    if quantize and form == "torch":
-        raise DFlash2Error("-q is MLX's format, torch runtimes do not read it")
-    if form == "mlx":
-        options["quantize_bits"] = (bits or 4) if quantize else None
-        options["quantize_group_size"] = (group or 64) if quantize else None
-    report = (to_mlx if form == "mlx" else to_torch)(
-        options.pop("source"), options.pop("destination"), **options
-    )
-    click.echo("\n".join(report.lines()))
-    if not wants_check:
-        return 0
-    checked = check(report, report.destination)
-    click.echo("\n".join(checked.lines()))
-    return 0 if checked.passed else 1
 
 
 def run_generate(options: dict[str, Any]) -> int:
@@ -131,31 +105,16 @@ def _plain_reason(options: dict[str, Any], width: int | None) -> str | None:
 
 
 def _load(options: dict[str, Any], plain_reason: str | None):
-    from .cli import DRAFTER, TARGET
-    from .loading import load_drafter, load_target
+    from ..loading import load_target
 
-    model, draft_model = options["model"], options["draft_model"]
-    if draft_model is None and not plain_reason:
-        if model != TARGET:
-            raise DFlash2Error(
-                f"no drafter is known for {model}; name it with --draft-model, or "
-                "decode with --plain"
-            )
-        draft_model = DRAFTER
+    if not plain_reason:
+        name_drafter(options)
     target, tokenizer = load_target(
-        model, revision=options["revision"], offline=options["offline"]
+        options["model"], revision=options["revision"], offline=options["offline"]
     )
     if plain_reason:
         return target, None, tokenizer
-    bits = options["draft_bits"]
-    drafter = load_drafter(
-        draft_model,
-        target,
-        revision=options["draft_revision"],
-        offline=options["offline"],
-        bits=int(bits) if bits else None,
-    )
-    return target, drafter, tokenizer
+    return target, load_named_drafter(options, target), tokenizer
 
 
 def _arguments(
@@ -177,7 +136,7 @@ def _arguments(
         "max_tokens temp top_p min_p top_k xtc_probability xtc_threshold seed "
         "repetition_penalty repetition_context_size presence_penalty "
         "frequency_penalty logit_bias stop prefill_step_size kv_bits kv_group_size "
-        "quantized_kv_start"
+        "quantized_kv_start draft_sampling confidence_threshold"
     )
     return {name: options[name] for name in same.split()} | {
         "prompt": prompt,
@@ -205,7 +164,7 @@ class _Run:
     """One generation of the command line and what is printed about it."""
 
     def __init__(self, options, target, drafter, tokenizer, arguments):
-        from .generation import stream_generate
+        from ..generation import stream_generate
 
         self.options, self.target, self.drafter = options, target, drafter
         self.tokenizer, self.arguments = tokenizer, arguments
@@ -247,8 +206,8 @@ class _Run:
         return interrupted
 
     def compare(self):
-        from .generation import stream_generate
-        from .verify import compare
+        from ..generation import stream_generate
+        from ..verify import compare
 
         arguments = self.arguments | {"num_draft_tokens": None}
         plain = stream_generate(self.target, None, self.tokenizer, **arguments)
@@ -257,7 +216,7 @@ class _Run:
     def as_dict(self, load_seconds, plain_reason, comparison) -> dict[str, Any]:
         import mlx.core as mx
 
-        from .cli import package_versions
+        from ..cli import package_versions
 
         done = self.generation
         drafter = getattr(self.drafter, "source", None)
@@ -291,7 +250,7 @@ class _Run:
         """Print the counts and timings to stderr."""
         import mlx.core as mx
 
-        from .text import repeats
+        from ..text import repeats
 
         done, stats = self.generation, self.generation.stats
         rate = done.prompt_tokens / done.prefill_seconds if done.tokens else 0.0
@@ -352,7 +311,7 @@ class _Run:
         if self.drafter is not None:
             config = self.drafter.config
             lines.append(
-                f"Drafter: {self.drafter.source.name}, DFlash 2, "
+                f"Drafter: {self.drafter.source.name}, {config.title}, "
                 f"{config.num_hidden_layers} layers, block size {config.block_size}, "
                 f"taps {list(config.target_layer_ids)}, mask token "
                 f"{config.mask_token_id}, rope base {config.rope_theta:g}, computes in "

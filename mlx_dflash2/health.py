@@ -1,0 +1,76 @@
+"""What this machine can run: versions, device, memory, types that work."""
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+
+SIZE, ROWS = 512, 5
+TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
+
+
+@dataclass(frozen=True)
+class TypeCheck:
+    """A few-row matrix product in one dtype, as a verify does it.
+
+    Attributes:
+        error: Largest difference from float32, relative to its largest value; None if
+            the product could not be computed.
+        seconds: For one product.
+    """
+
+    dtype: str
+    error: float | None
+    seconds: float | None
+    works: bool
+
+
+def check_types() -> list[TypeCheck]:
+    """Multiply five rows by a matrix in each dtype and compare with float32."""
+    key = mx.random.key(0)
+    rows = mx.random.normal((ROWS, SIZE), key=key)
+    weight = mx.random.normal((SIZE, SIZE), key=mx.random.split(key)[0])
+    return [_check_type(dtype, rows, weight) for dtype in TOLERANCE]
+
+
+def _check_type(dtype: mx.Dtype, rows: mx.array, weight: mx.array) -> TypeCheck:
+    name = str(dtype).removeprefix("mlx.core.")
+    low, table = rows.astype(dtype), weight.astype(dtype)
+    exact = low.astype(mx.float32) @ table.astype(mx.float32).T
+    try:
+        mx.eval(low @ table.T)
+        began = time.perf_counter()
+        product = low @ table.T
+        mx.eval(product)
+        seconds = time.perf_counter() - began
+    except (RuntimeError, ValueError):
+        return TypeCheck(name, None, None, False)
+    gap = mx.abs(product.astype(mx.float32) - exact).max() / mx.abs(exact).max()
+    return TypeCheck(name, gap.item(), seconds, gap.item() < TOLERANCE[dtype])
+
+
+def available_memory() -> int | None:
+    """Bytes a model may take; None where the system does not say."""
+    limit = mx.device_info().get("max_recommended_working_set_size")
+    if limit is not None:
+        return int(limit)
+    try:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return None
+
+
+def weight_bytes(folder: Path) -> int:
+    """Size of a folder's weight files."""
+    from .checkpoint import stored_tensors
+
+    files = {tensor.file for tensor in stored_tensors(folder).values()}
+    return sum(file.stat().st_size for file in files)
+
+
+def blas_library() -> str | None:
+    """A BLAS preloaded on Linux, which changes the last bits of matrix products."""
+    preload = os.environ.get("LD_PRELOAD", "")
+    return next((part for part in preload.split(":") if "blas" in part.lower()), None)
