@@ -44,6 +44,8 @@ class TextStream:
 
     def push(self, token: int) -> str:
         """Add a token; the text that became certain."""
+        if self.stopped:
+            return ""
         self._tokens.append(token)
         known = self._decode(self._tokens[self._from : self._read])
         window = self._decode(self._tokens[self._from :])
@@ -180,7 +182,12 @@ def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
             "this tokenizer has no chat template; pass the prompt as plain text "
             "(--ignore-chat-template)"
         )
-    continued = messages[-1].get("role") == "assistant"
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or "role" not in message:
+            raise DFlash2Error(
+                f"message {number} of the prompt is no mapping with a role: {message!r}"
+            )
+    continued = messages[-1]["role"] == "assistant"
     inner = getattr(tokenizer, "_tokenizer", tokenizer)  # the wrapper sets thinking
     try:
         text = inner.apply_chat_template(
