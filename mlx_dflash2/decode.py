@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.generate import maybe_quantize_kv_cache
 
 from .accept import Verdict, accept_greedy, accept_sampled, drafted_probability
-from .drafter import Drafter, Draws, Proposal
+from .drafter import Drafter, Proposal
 from .sampling import TokenRule, log_softmax
 from .target import Target
 
@@ -221,11 +221,9 @@ class Decoding:
             self.target,
             self.context,
             count=width,
-            draws=Draws(
-                self.rule.config.temperature if drawn else 0.0,
-                self._next_key() if drawn else None,
-                self.confidence_threshold,
-            ),
+            temperature=self.rule.config.temperature if drawn else 0.0,
+            key=self._next_key() if drawn else None,
+            confidence_threshold=self.confidence_threshold,
         )
         if not len(proposal.tokens):
             return None

@@ -42,5 +42,10 @@ class DFlash2Drafter(Drafter):
     ) -> Proposal:
         candidates, logits = top_candidates(logits, self.config.selector_top_k)
         return self.candidate_selector.propose(
-            hidden, anchor, candidates, self.transform(logits), draws
+            hidden,
+            anchor,
+            candidates,
+            self.transform(logits),
+            temperature=draws.temperature,
+            key=draws.key,
         )

@@ -164,7 +164,9 @@ class Drafter(nn.Module):
         context: Context,
         *,
         count: int | None = None,
-        draws: Draws = Draws(),  # noqa: B008
+        temperature: float = 0.0,
+        key: mx.array | None = None,
+        confidence_threshold: float = 0.0,
     ) -> Proposal:
         """Draft the tokens after `anchor`.
 
@@ -174,7 +176,10 @@ class Drafter(nn.Module):
         Args:
             target: Whose embedding and head are used.
             count: Tokens to propose, at most `config.num_draft_tokens`.
-            draws: Greedy, or how to sample.
+            temperature: 0 is greedy; above, tokens are drawn and q is returned.
+            key: Random key for the draws.
+            confidence_threshold: Propose no slot less sure than this, and none after;
+                for drafters with a confidence head.
         """
         config = self.config
         count = config.num_draft_tokens if count is None else count
@@ -185,6 +190,7 @@ class Drafter(nn.Module):
         first = config.first_row
         hidden = self.hidden(block, context)[0, first : first + count]
         head = self.lm_head if "lm_head" in self else target.head
+        draws = Draws(temperature, key, confidence_threshold)
         return self.decide(hidden, head(hidden), ids[0, :1], draws)
 
     def decide(
@@ -196,6 +202,7 @@ class Drafter(nn.Module):
             hidden: Post-norm rows of the slots. Shape: (g, D).
             logits: The head's, not yet transformed. Shape: (g, V).
             anchor: Shape: (1,).
+            draws: Greedy, or how to sample.
         """
         raise NotImplementedError
 

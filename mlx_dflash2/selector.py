@@ -3,7 +3,7 @@
 import mlx.core as mx
 import mlx.nn as nn
 
-from .drafter import Draws, Proposal
+from .drafter import Proposal
 from .families.dflash2 import DFlash2Config
 
 CHUNK = 128
@@ -97,7 +97,9 @@ class CandidateSelector(nn.Module):
         anchor: mx.array,
         candidates: mx.array,
         logits: mx.array,
-        draws: Draws,
+        *,
+        temperature: float,
+        key: mx.array | None,
     ) -> Proposal:
         """Walk the slots: the best candidate, or with a temperature a drawn one.
 
@@ -106,18 +108,19 @@ class CandidateSelector(nn.Module):
             anchor: Shape: (1,).
             candidates: In order of preference among equal scores. Shape: (g, K).
             logits: Transformed logits of the candidates, float32. Shape: (g, K).
-            draws: Greedy, or how to sample.
+            temperature: 0 is greedy.
+            key: Random key, needed for sampling.
         """
         pairs = self.pair_scores(hidden, anchor, candidates)
-        keys = None if draws.key is None else mx.random.split(draws.key, len(pairs))
+        keys = None if key is None else mx.random.split(key, len(pairs))
         choice: mx.array | int = 0
         choices, probabilities = [], []
         for slot, table in enumerate(pairs):
             scores = logits[slot] + table[choice]
-            if draws.temperature == 0:
+            if temperature == 0:
                 choice = mx.argmax(scores)
             else:
-                q = mx.softmax(scores / draws.temperature)
+                q = mx.softmax(scores / temperature)
                 choice = mx.random.categorical(mx.log(q), key=keys[slot])
                 probabilities.append(q)
             choices.append(choice)
