@@ -1,5 +1,6 @@
 """What all drafter families share: fuse features, keep a context, run a block."""
 
+import abc
 from dataclasses import dataclass, replace
 
 import mlx.core as mx
@@ -193,6 +194,7 @@ class Drafter(nn.Module):
         draws = Draws(temperature, key, confidence_threshold)
         return self.decide(hidden, head(hidden), ids[0, :1], draws)
 
+    @abc.abstractmethod
     def decide(
         self, hidden: mx.array, logits: mx.array, anchor: mx.array, draws: Draws
     ) -> Proposal:
@@ -204,7 +206,6 @@ class Drafter(nn.Module):
             anchor: Shape: (1,).
             draws: Greedy, or how to sample.
         """
-        raise NotImplementedError
 
     def transform(self, logits: mx.array) -> mx.array:
         """Output multiplier, then softcap, in float32."""

@@ -6,6 +6,8 @@ from torch.nn import functional as F
 
 from mlx_dflash2.config import DrafterConfig
 
+from .rope import rotate
+
 
 class RMSNorm(nn.Module):
     """Root mean square norm: computed in float32, rounded, then weighted."""
@@ -19,34 +21,6 @@ class RMSNorm(nn.Module):
         wide = x.float()
         scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
         return self.weight * (wide * scale).to(x.dtype)
-
-
-def rotate(
-    x: Tensor, positions: Tensor, *, theta: float, interleaved: bool = False
-) -> Tensor:
-    """Rotary embedding over all of a head's dimensions, angles in float32.
-
-    Args:
-        x: Shape: (B, H, S, head_dim).
-        positions: Absolute positions. Shape: (S,) or (B, S).
-        theta: The rope base.
-        interleaved: Pair dimensions (2i, 2i+1) instead of (i, i + head_dim/2).
-    """
-    size = x.shape[-1]
-    steps = torch.arange(0, size, 2, dtype=torch.float32, device=x.device)
-    angles = positions.float()[..., None] * theta ** (-steps / size)
-    if angles.dim() == 3:
-        angles = angles[:, None]
-    cos, sin = angles.cos(), angles.sin()
-    wide = x.float()
-    if interleaved:
-        first, second = wide[..., 0::2], wide[..., 1::2]
-    else:
-        first, second = wide.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    if interleaved:
-        return torch.stack(turned, dim=-1).flatten(-2).to(x.dtype)
-    return torch.cat(turned, dim=-1).to(x.dtype)
 
 
 def visible(
@@ -83,7 +57,7 @@ class DrafterAttention(nn.Module):
         super().__init__()
         size = config.hidden_size
         self.head_dim = config.head_dim
-        self.theta, self.interleaved = config.rope_theta, config.rope_interleaved
+        self.config = config
         width = config.num_attention_heads * self.head_dim
         pairs = config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(size, width, bias=False)
@@ -142,4 +116,4 @@ class DrafterAttention(nn.Module):
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        return rotate(x, positions, theta=self.theta, interleaved=self.interleaved)
+        return rotate(x, positions, self.config)

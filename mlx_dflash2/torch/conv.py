@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.families.dflash2 import DFlash2Config
 
 BEFORE, AFTER = 0, 1  # sides of the sublayer; index of `base_kernel`
 
@@ -19,7 +19,7 @@ class DynamicConv(nn.Module):
     A new instance is the identity, so the drafter starts as one without convolutions.
     """
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DFlash2Config):
         super().__init__()
         size, taps = config.hidden_size, config.conv_kernel_size
         self.group_size = config.conv_group_size

@@ -13,7 +13,8 @@ from torch import Tensor
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.stats import AcceptanceStats
 
-from .drafter import DFlash2Drafter
+from .drafter import Drafter
+from .proposal import Proposal
 from .sampling import (
     SamplingConfig,
     Verdict,
@@ -21,7 +22,6 @@ from .sampling import (
     accept_sampled,
     probabilities,
 )
-from .selector import Proposal
 from .target import Target
 
 
@@ -42,7 +42,7 @@ class Decoded:
 
 def decode(
     target: Target,
-    drafter: DFlash2Drafter | None,
+    drafter: Drafter | None,
     prompt: Sequence[int],
     *,
     max_tokens: int,
@@ -90,7 +90,7 @@ class _Run:
     """One sequence: the target's cache, the drafter's context, the random draws."""
 
     def __init__(
-        self, target: Target, drafter: DFlash2Drafter | None, sampling: SamplingConfig
+        self, target: Target, drafter: Drafter | None, sampling: SamplingConfig
     ):
         self.target, self.drafter, self.sampling = target, drafter, sampling
         self.taps = drafter.config.target_layer_ids if drafter else ()
@@ -168,7 +168,7 @@ def _through_end(tokens: list[int], ends: frozenset[int]) -> list[int]:
     return tokens
 
 
-def _draft_limit(drafter: DFlash2Drafter | None, asked: int | None) -> int:
+def _draft_limit(drafter: Drafter | None, asked: int | None) -> int:
     """The number of drafted tokens to verify per cycle; 0 without a drafter."""
     if drafter is None:
         return 0

@@ -1,5 +1,6 @@
-"""DFlash2Drafter: fuse the target's features, run the layers, propose a block."""
+"""What all drafter families share: fuse features, run the layers over a block."""
 
+import abc
 from typing import Protocol
 
 import torch
@@ -9,7 +10,7 @@ from mlx_dflash2.config import DrafterConfig
 
 from .attention import RMSNorm, visible
 from .layers import DrafterLayer
-from .selector import CandidateSelector, Proposal
+from .proposal import Draws, Proposal
 
 
 class Vocabulary(Protocol):
@@ -32,7 +33,7 @@ class DrafterContext:
             position of the next anchor.
     """
 
-    def __init__(self, drafter: "DFlash2Drafter"):
+    def __init__(self, drafter: "Drafter"):
         config = drafter.config
         weight = drafter.fc.weight
         empty = weight.new_empty(1, config.num_key_value_heads, 0, config.head_dim)
@@ -67,12 +68,15 @@ class DrafterContext:
         self.length += rows[0][0].shape[2]
 
 
-class DFlash2Drafter(nn.Module):
-    """The DFlash 2 network under its published parameter names.
+class Drafter(nn.Module):
+    """The backbone under its published parameter names.
 
-    Embedding and head are the target's and passed in where they are needed, unless
+    A family subclasses it, chooses its layers and decides tokens from rows. Embedding
+    and head are the target's and passed in where they are needed, unless
     the checkpoint brings its own.
     """
+
+    layer_class: type[nn.Module] = DrafterLayer
 
     def __init__(
         self,
@@ -87,10 +91,9 @@ class DFlash2Drafter(nn.Module):
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)
         self.layers = nn.ModuleList(
-            DrafterLayer(config) for _ in range(config.num_hidden_layers)
+            self.layer_class(config) for _ in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(size, eps)
-        self.candidate_selector = CandidateSelector(config)
         self.embed_tokens = (
             nn.Embedding(config.vocab_size, size) if own_embedding else None
         )
@@ -151,7 +154,7 @@ class DFlash2Drafter(nn.Module):
 
     def embed_block(self, anchor: int, target: Vocabulary) -> Tensor:
         """Anchor and mask tokens, embedded and scaled. Shape: (1, L, D)."""
-        masks = [self.config.mask_token_id] * self.config.num_draft_tokens
+        masks = [self.config.mask_token_id] * (self.config.block_size - 1)
         tokens = torch.tensor([[anchor, *masks]], device=self.device)
         embed = self.embed_tokens if self.embed_tokens is not None else target.embed
         return embed(tokens).to(self.dtype) * self.config.input_embedding_scale
@@ -168,6 +171,7 @@ class DFlash2Drafter(nn.Module):
         *,
         temperature: float = 0.0,
         generator: torch.Generator | None = None,
+        confidence_threshold: float = 0.0,
     ) -> Proposal:
         """Draft one block after `anchor`, at the block size the drafter was made for.
 
@@ -175,15 +179,25 @@ class DFlash2Drafter(nn.Module):
             anchor: The last emitted token; the context ends right before it.
             target: Its embedding and head.
             context: Read, not changed.
-            temperature: 0 takes the best path step by step, more draws one.
+            temperature: 0 takes the best token of each slot, more draws one.
             generator: Where draws come from, on the drafter's device.
+            confidence_threshold: Propose no slot less sure than this, and none after;
+                for drafters with a confidence head.
         """
         block = self.embed_block(anchor, target)
-        rows = self.hidden(block, context)[0, 1:]
-        return self.candidate_selector.walk(
-            rows,
-            self.logits(rows, target),
-            anchor,
-            temperature=temperature,
-            generator=generator,
-        )
+        rows = self.hidden(block, context)[0, self.config.first_row :]
+        draws = Draws(temperature, generator, confidence_threshold)
+        return self.decide(rows, self.logits(rows, target), anchor, draws)
+
+    @abc.abstractmethod
+    def decide(
+        self, hidden: Tensor, logits: Tensor, anchor: int, draws: Draws
+    ) -> Proposal:
+        """Choose one token for every slot; each family has its own way.
+
+        Args:
+            hidden: Post-norm rows of the slots. Shape: (g, D).
+            logits: The head's, not yet transformed. Shape: (g, V).
+            anchor: The token before the first slot.
+            draws: Greedy, or how to sample.
+        """

@@ -1,4 +1,4 @@
-"""One drafter layer: attention and MLP, each between the two sides of a convolution."""
+"""One drafter layer: attention and MLP."""
 
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -6,7 +6,6 @@ from torch.nn import functional as F
 from mlx_dflash2.config import DrafterConfig
 
 from .attention import DrafterAttention, RMSNorm
-from .conv import DynamicConv
 
 
 class MLP(nn.Module):
@@ -24,19 +23,17 @@ class MLP(nn.Module):
 
 
 class DrafterLayer(nn.Module):
-    """Attention, then MLP, each added to rows that were neither normed nor convolved.
+    """Attention, then MLP, each added to rows that were not normed.
 
-    Context features reach the attention as they are: no input norm, no convolution.
+    Context features reach the attention as they are, without the input norm.
     """
 
     def __init__(self, config: DrafterConfig):
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
         self.input_layernorm = RMSNorm(size, eps)
-        self.attention_conv = DynamicConv(config)
         self.self_attn = DrafterAttention(config)
         self.post_attention_layernorm = RMSNorm(size, eps)
-        self.mlp_conv = DynamicConv(config)
         self.mlp = MLP(config)
 
     def forward(
@@ -49,7 +46,7 @@ class DrafterLayer(nn.Module):
         """Run the layer on N blocks at once, which see each other only as `mask` says.
 
         Args:
-            x: Shape: (B, N, L, D). A convolution never crosses from block to block.
+            x: Shape: (B, N, L, D).
             context: Keys and values of the context, each (B, H, S, head_dim).
             positions: Of the rows, block after block. Shape: (N*L,) or (B, N*L).
             mask: True where visible; broadcasts to (B, H, N*L, S + N*L).
@@ -57,8 +54,5 @@ class DrafterLayer(nn.Module):
         Returns:
             Shape: (B, N, L, D).
         """
-        rows, delta = self.attention_conv.prepare(self.input_layernorm(x))
-        rows = self.self_attn(rows, context, positions, mask)
-        x = x + self.attention_conv.finish(rows, delta)
-        rows, delta = self.mlp_conv.prepare(self.post_attention_layernorm(x))
-        return x + self.mlp_conv.finish(self.mlp(rows), delta)
+        x = x + self.self_attn(self.input_layernorm(x), context, positions, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))

@@ -13,11 +13,12 @@ from mlx_dflash2.checkpoint import (
     find_source,
     stored_tensors,
 )
-from mlx_dflash2.config import DrafterConfig, read_json
+from mlx_dflash2.config import DrafterConfig, check_fit, read_json
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import BORROWED, check_tensors, published_names
 
-from .drafter import DFlash2Drafter
+from .drafter import Drafter
 from .target import Target
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -31,8 +32,9 @@ def load_drafter(
     offline: bool = False,
     dtype: torch.dtype | None = None,
     device: str | torch.device = "cpu",
-) -> DFlash2Drafter:
-    """Load a drafter from a folder or the Hub.
+    kind: str | None = None,
+) -> Drafter:
+    """Load a drafter of any family from a folder or the Hub; its tensors tell which.
 
     Args:
         path_or_repo: A folder, or a Hub repository.
@@ -42,25 +44,33 @@ def load_drafter(
         dtype: None computes in the stored one, and in float32 where the file mixes
             dtypes or is float16, which a target's largest activations overflow.
         device: Where to put it.
+        kind: The family that is expected, such as "dspark"; another is refused.
 
     Raises:
-        DFlash2Error: The folder does not hold a DFlash 2 drafter, or not one that
-            fits the target.
+        DFlash2Error: The folder does not hold a drafter, not one of the expected
+            family, or not one that fits the target.
     """
     source = find_source(
         path_or_repo, revision=revision, offline=offline, files=DRAFTER_FILES
     )
-    config = DrafterConfig.load(source.folder)
+    config = read_drafter_config(source.folder, kind=kind)
     if config.quantization is not None:
         raise DFlash2Error(
             f"{source.name}: the drafter is quantized by MLX, which PyTorch cannot "
             "read; first run `mlx-dflash2 convert --to-torch -d` on it"
         )
     if target is not None:
-        check_fit(config, target, where=source.name)
+        check_fit(
+            config,
+            hidden_size=target.hidden_size,
+            num_layers=target.num_layers,
+            vocab_size=target.vocab_size,
+            where=source.name,
+            target=target.model.config.name_or_path,
+        )
     weights = _read_weights(source, config)
     with torch.device("meta"):
-        drafter = DFlash2Drafter(
+        drafter = config.network(__package__)(
             config,
             own_embedding=BORROWED[0] in weights,
             own_head=BORROWED[1] in weights,
@@ -70,24 +80,6 @@ def load_drafter(
     weights = {name: tensor.to(device, dtype) for name, tensor in weights.items()}
     drafter.load_state_dict(weights, assign=True)
     return drafter.eval()
-
-
-def check_fit(config: DrafterConfig, target: Target, *, where: str) -> None:
-    """Hold a drafter's config against a loaded target.
-
-    Raises:
-        DFlash2Error: The drafter was made for a target of another shape.
-    """
-    for name, wanted, found in (
-        ("hidden_size", config.hidden_size, target.hidden_size),
-        ("num_target_layers", config.num_target_layers, target.num_layers),
-        ("vocab_size", config.vocab_size, target.vocab_size),
-    ):
-        if wanted != found:
-            raise DFlash2Error(
-                f"{where}: {name} is {wanted}, but the target's is {found}; use the "
-                "drafter trained for this target"
-            )
 
 
 def load_target(

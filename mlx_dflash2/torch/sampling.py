@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mlx_dflash2.errors import DFlash2Error
 
-from .selector import Proposal
+from .proposal import Proposal
 
 
 @dataclass(frozen=True)

@@ -1,46 +1,17 @@
 """The choice of one path through each row's candidates."""
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
-from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.families.dflash2 import DFlash2Config
 
-
-@dataclass(frozen=True)
-class Proposal:
-    """What one block drafted.
-
-    Attributes:
-        tokens: Drafted tokens. Shape: (L-1,).
-        candidates: The tokens each row chose among. Shape: (L-1, K).
-        probabilities: The distribution over `candidates` that each token was drawn
-            from; one-hot if it was the best one. Shape: (L-1, K), float32.
-    """
-
-    tokens: Tensor
-    candidates: Tensor
-    probabilities: Tensor
-
-    def first(self, count: int) -> "Proposal":
-        """The proposal cut to its first `count` tokens."""
-        return Proposal(
-            self.tokens[:count], self.candidates[:count], self.probabilities[:count]
-        )
-
-
-def transform_logits(logits: Tensor, config: DrafterConfig) -> Tensor:
-    """Scale logits, then cap them softly; in float32."""
-    logits = logits.float() * config.output_multiplier
-    cap = config.final_logit_softcapping
-    return cap * torch.tanh(logits / cap) if cap else logits
+from .proposal import Proposal, transform_logits
 
 
 class CandidateSelector(nn.Module):
     """Scores a row's candidates by their logit and by the token chosen before them."""
 
-    def __init__(self, config: DrafterConfig):
+    def __init__(self, config: DFlash2Config):
         super().__init__()
         self.config = config
         rank, vocab = config.selector_rank, config.vocab_size
