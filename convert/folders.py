@@ -14,10 +14,11 @@ from mlx_dflash2.checkpoint import (
     new_folder,
     refuse_existing,
 )
+from mlx_dflash2.config import CODE_KEYS
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.names import quantizable
 
-from .settings import CODE, published_config
+from .settings import published_config
 from .sidecars import copy_sidecars, left_behind
 from .stored import FLOATS, StoredDrafter, read_drafter
 from .weights import Weights, write_json
@@ -262,7 +263,7 @@ def _write_config(
 def _notes(drafter: StoredDrafter) -> tuple[str, ...]:
     folder = drafter.source.folder
     notes = []
-    code = [key for key in CODE if drafter.raw.get(key) is not None]
+    code = [key for key in CODE_KEYS if drafter.raw.get(key) is not None]
     if code:
         notes.append(
             f"{' and '.join(code)} left out of config.json: code that comes with a "

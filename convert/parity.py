@@ -68,11 +68,9 @@ def _names(drafter: StoredDrafter) -> list[str]:
 def _mlx_logits(stored: StoredDrafter, material: _Material):
     import mlx.core as mx
 
-    from mlx_dflash2.drafter import DFlash2Drafter
-
     from . import arrays
 
-    drafter = DFlash2Drafter(stored.config)
+    drafter = stored.config.network("mlx_dflash2")(stored.config)
     weights = [
         (name, arrays.dequantized(stored, name).astype(mx.float32))
         for name in _names(stored)
@@ -87,12 +85,10 @@ def _mlx_logits(stored: StoredDrafter, material: _Material):
 def _torch_logits(stored: StoredDrafter, material: _Material):
     import torch
 
-    from mlx_dflash2.torch.drafter import DFlash2Drafter
-
     from . import arrays
 
     with torch.device("meta"):
-        drafter = DFlash2Drafter(stored.config)
+        drafter = stored.config.network("mlx_dflash2.torch")(stored.config)
     weights = {
         name: arrays.torch_tensor(arrays.dequantized(stored, name)).float()
         for name in _names(stored)

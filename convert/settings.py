@@ -2,23 +2,13 @@
 
 import copy
 
-from mlx_dflash2.config import ARCHITECTURE, SLIDING, DrafterConfig
+from mlx_dflash2.config import CODE_KEYS, SLIDING, DrafterConfig
 
-NESTED = (
-    "block_size",
-    "mask_token_id",
-    "target_layer_ids",
-    "conv_kernel_size",
-    "conv_group_size",
-    "selector_rank",
-    "selector_top_k",
-)
 SCALING = {
     "output_multiplier": 1.0,
     "final_logit_softcapping": 0.0,
     "input_embedding_scale": 1.0,
 }
-CODE = ("auto_map", "model_file")  # both name Python files to run; never followed
 ORIGIN = "mlx_dflash2_source"
 
 
@@ -43,25 +33,24 @@ def published_config(
             quantized.
         origin: The Hub repository and commit the drafter was read from.
     """
-    written = {key: copy.deepcopy(raw[key]) for key in raw if key not in CODE}
-    written["architectures"] = [ARCHITECTURE]
+    written = {key: copy.deepcopy(raw[key]) for key in raw if key not in CODE_KEYS}
+    written["architectures"] = [config.architecture]
     if "dflash" in str(raw.get("model_type") or "dflash").lower():
         written["model_type"] = "qwen3"  # a schema of its own, known to no runtime
-    nested = written["dflash_config"] = written.get("dflash_config") or {}
-    for name in NESTED:
-        value = getattr(config, name)
-        nested[name] = list(value) if isinstance(value, tuple) else value
+    for field, place in config.places.items():
+        _put(written, place, getattr(config, field))
     written["num_target_layers"] = config.num_target_layers
+    nested = written.get("dflash_config") or {}
     if "num_target_layers" in nested:
         nested["num_target_layers"] = config.num_target_layers
-    _spell_out(written, nested, config)
+    _spell_out(written, config)
     _name_types(written, dtype, quantization)
     if origin is not None:
         written[ORIGIN] = origin
     return written
 
 
-def _spell_out(written: dict, nested: dict, config: DrafterConfig) -> None:
+def _spell_out(written: dict, config: DrafterConfig) -> None:
     """Repeat in its usual place what stands only where few runtimes look."""
     usual = {"head_dim": config.head_dim, "rope_theta": config.rope_theta}
     if config.is_causal is not None:
@@ -74,8 +63,18 @@ def _spell_out(written: dict, nested: dict, config: DrafterConfig) -> None:
             written[name] = value
     for name, neutral in SCALING.items():
         value = getattr(config, name)
-        if value != neutral and nested.get(name) is None:
-            nested[name] = value
+        nested = written.get("dflash_config") or {}
+        if value != neutral and nested.get(name) is None and not written.get(name):
+            _put(written, f"dflash_config.{name}", value)
+
+
+def _put(written: dict, place: str, value: object) -> None:
+    """Set a dotted place; a tuple becomes a list, as JSON has it."""
+    *parents, name = place.split(".")
+    for parent in parents:
+        written[parent] = written.get(parent) or {}
+        written = written[parent]
+    written[name] = list(value) if isinstance(value, tuple) else value
 
 
 def _name_types(written: dict, dtype: str | None, quantization: dict | None) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from mlx_dflash2.checkpoint import Source, StoredTensor, stored_tensors
 from mlx_dflash2.config import DrafterConfig, read_json
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import check_tensors, published_names
 
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
@@ -64,15 +65,15 @@ def read_drafter(source: Source) -> StoredDrafter:
     """Open a drafter's folder and hold its tensors against its config.
 
     Raises:
-        DFlash2Error: It is not a DFlash 2 drafter, or a tensor is missing, unknown,
+        DFlash2Error: It is not a drafter, or a tensor is missing, unknown,
             of another shape or of a type that cannot be carried over.
     """
     path = source.folder / "config.json"
     raw = read_json(path)
     _refuse_target(raw, source.name)
-    config = DrafterConfig.from_dict(raw, where=str(path))
     stored = stored_tensors(source.folder)
     names = published_names(stored, where=source.name)
+    config = read_drafter_config(source.folder, tensors=names.values())
     tensors = {names[name]: stored[name] for name in names}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     check_tensors(shapes, config, where=source.name)

@@ -33,6 +33,7 @@ class DrafterConfig:
     title: ClassVar[str]
     architecture: ClassVar[str]  # what a published config.json calls it
     network_class: ClassVar[str]  # in the module named `kind`, of either backend
+    places: ClassVar[dict[str, str]]  # where a published config.json has a field
     default_first_row: ClassVar[int] = 1
     sliding_is_causal: ClassVar[bool] = True  # where is_causal is not given
     draft_sampling: ClassVar[str] = "sample"  # the faster way to draft at T > 0

@@ -13,6 +13,11 @@ class DFlashConfig(DrafterConfig):
     title = "DFlash"
     architecture = "DFlashDraftModel"
     network_class = "DFlashDrafter"
+    places = {
+        "block_size": "block_size",
+        "mask_token_id": "dflash_config.mask_token_id",
+        "target_layer_ids": "dflash_config.target_layer_ids",
+    }
     draft_sampling = "argmax"
 
     @classmethod

@@ -15,6 +15,14 @@ class DFlash2Config(DrafterConfig):
     title = "DFlash 2"
     architecture = "DFlash2DraftModel"
     network_class = "DFlash2Drafter"
+    places = {
+        name: f"dflash_config.{name}"
+        for name in (
+            *("block_size", "mask_token_id", "target_layer_ids"),
+            *("conv_kernel_size", "conv_group_size"),
+            *("selector_rank", "selector_top_k"),
+        )
+    }
 
     conv_kernel_size: int
     conv_group_size: int

@@ -27,6 +27,16 @@ class DSparkConfig(DrafterConfig):
     title = "DSpark"
     architecture = "Qwen3DSparkModel"
     network_class = "DSparkDrafter"
+    places = {
+        "block_size": "block_size",
+        "mask_token_id": "mask_token_id",
+        "target_layer_ids": "target_layer_ids",
+        "markov_rank": "markov_rank",
+        "markov_head_type": "markov_head_type",
+        "has_confidence": "enable_confidence_head",
+        "confidence_sees_token": "confidence_head_with_markov",
+    }
+    markov_head_type = "vanilla"
     default_first_row = 0
     sliding_is_causal = False
 
