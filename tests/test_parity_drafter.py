@@ -101,10 +101,10 @@ def test_a_window_that_is_never_full(targets, causal):
 
 
 def test_contexts_far_longer_than_the_window_and_than_any_buffer(targets):
-    """Crosses the sizes at which buffers grow and are compacted."""
+    """Large appends, then 330 rows in small ones: buffers grow and are compacted."""
     driven = Driven(drafter_config("mixed", is_causal=False), targets)
-    driven.features = features_of(driven.config, 700, SEED)
-    for anchor, rows in enumerate([250, 1, 8, 1, 240, 9, 9, 1, 150, 1]):
+    driven.features = features_of(driven.config, 900, SEED)
+    for anchor, rows in enumerate([250, 1, 240, 9, *[10, 9, 1, 8, 10, 6] * 8]):
         driven.append(rows)
         driven.compare(anchor)
 
