@@ -74,7 +74,7 @@ def expected_shapes(config: DrafterConfig) -> Shapes:
         "fc.weight": (size, len(config.target_layer_ids) * size),
         "hidden_norm.weight": (size,),
         "norm.weight": (size,),
-    }
+    } | config.own_tensors()
     layer = {
         "input_layernorm.weight": (size,),
         "post_attention_layernorm.weight": (size,),
@@ -91,7 +91,7 @@ def expected_shapes(config: DrafterConfig) -> Shapes:
     layer |= config.own_layer_tensors()
     for index in range(config.num_hidden_layers):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
-    return shapes | config.own_tensors()
+    return shapes
 
 
 def check_tensors(

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from pair_files import encode, write_json
 
-from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.families import DFlash2Config
 from mlx_dflash2.names import expected_shapes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -72,7 +72,7 @@ def random_tensors(
 ) -> dict[str, Stored]:
     """Values for every tensor of a config, of ordinary size."""
     random = np.random.default_rng(seed)
-    shapes = expected_shapes(DrafterConfig.from_dict(config))
+    shapes = expected_shapes(DFlash2Config.from_dict(config))
     return {
         name: stored(random.normal(size=shape), dtype) for name, shape in shapes.items()
     }

@@ -10,7 +10,7 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.generation import Generation, generate, stream_generate
-from mlx_dflash2.selector import Proposal
+from mlx_dflash2.drafter import Proposal
 from mlx_dflash2.target import Target
 from mlx_dflash2.verify import compare
 

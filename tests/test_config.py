@@ -5,8 +5,9 @@ import json
 
 import pytest
 
-from mlx_dflash2.config import FULL, SLIDING, DrafterConfig, read_json
+from mlx_dflash2.config import FULL, SLIDING, read_json
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.families import DFlash2Config, read_drafter_config
 
 PUBLISHED = {
     "architectures": ["DFlash2DraftModel"],
@@ -59,7 +60,7 @@ REMOVED = object()
 
 
 def read(**fields):
-    return DrafterConfig.from_dict(changed(**fields))
+    return DFlash2Config.from_dict(changed(**fields))
 
 
 def refused(match, **fields):
@@ -503,7 +504,7 @@ def test_nothing_a_config_names_is_imported(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(trap)!r}, 'w').close()")
     config = changed(auto_map={"AutoModel": "evil.Model"}, model_file="evil.py")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert DrafterConfig.load(tmp_path) == read()
+    assert read_drafter_config(tmp_path) == read()
     assert not trap.exists()
 
 
@@ -514,7 +515,7 @@ def test_an_error_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(changed(hidden_size=REMOVED)))
     where = str(tmp_path / "config.json")
     with pytest.raises(DFlash2Error, match=f"{where}: hidden_size is missing"):
-        DrafterConfig.load(tmp_path)
+        read_drafter_config(tmp_path)
 
 
 @pytest.mark.parametrize(

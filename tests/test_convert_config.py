@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 from drafter_files import read_config, small_config, write_drafter
 
-from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.convert import to_mlx, to_torch
 from mlx_dflash2.convert.settings import published_config
+from mlx_dflash2.families import DFlash2Config
 
 TRAINING = {  # a training run's schema: everything at the top, spelled its own way
     "architectures": None,
@@ -28,7 +28,7 @@ TRAINING = {  # a training run's schema: everything at the top, spelled its own 
 
 
 def published(raw: dict, **arguments) -> dict:
-    return published_config(raw, DrafterConfig.from_dict(raw), **arguments)
+    return published_config(raw, DFlash2Config.from_dict(raw), **arguments)
 
 
 def test_a_published_config_keeps_its_content():
@@ -72,7 +72,7 @@ def test_a_training_schema_becomes_the_published_one():
 def test_the_written_config_reads_the_same_and_is_settled(changes):
     raw = small_config(**changes)
     once = published(raw, dtype="bfloat16")
-    assert DrafterConfig.from_dict(once) == DrafterConfig.from_dict(raw)
+    assert DFlash2Config.from_dict(once) == DFlash2Config.from_dict(raw)
     assert published(once, dtype="bfloat16") == once
 
 
@@ -82,7 +82,7 @@ def test_windows_named_only_in_dflash_config_are_spelled_out():
     written = published(raw)
     assert written["layer_types"] == ["sliding_attention"] * 2
     assert written["sliding_window"] == 12
-    assert DrafterConfig.from_dict(written) == DrafterConfig.from_dict(raw)
+    assert DFlash2Config.from_dict(written) == DFlash2Config.from_dict(raw)
     assert published(written) == written
 
 
@@ -140,7 +140,7 @@ def test_dtype_is_true_to_the_tensors_written(tmp_path):
 
 def test_quantization_is_written_only_where_it_holds():
     raw = small_config(quantization={"group_size": 64, "bits": 8})
-    config = DrafterConfig.from_dict(raw)
+    config = DFlash2Config.from_dict(raw)
     assert "quantization" not in published_config(raw, config)
     kept = published_config(raw, config, quantization=config.quantization)
     assert kept == raw
@@ -148,13 +148,13 @@ def test_quantization_is_written_only_where_it_holds():
     written = published_config(raw, config, quantization=new)
     assert written["quantization"] == new
     again = dataclasses.replace(config, quantization=new)
-    assert DrafterConfig.from_dict(written) == again
+    assert DFlash2Config.from_dict(written) == again
 
 
 def test_a_copy_of_the_quantization_follows_it():
     quantization = {"group_size": 64, "bits": 8, "mode": "affine"}
     raw = small_config(quantization=quantization, quantization_config=quantization)
-    config = DrafterConfig.from_dict(raw)
+    config = DFlash2Config.from_dict(raw)
     assert published_config(raw, config, quantization=config.quantization) == raw
     plain = published_config(raw, config)
     assert not {"quantization", "quantization_config"} & plain.keys()

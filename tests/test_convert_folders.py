@@ -21,9 +21,9 @@ from drafter_files import (
 )
 from fake_hub import FakeHub
 
-from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.convert import to_mlx, to_torch
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.families import DFlash2Config
 from mlx_dflash2.names import expected_shapes
 
 SIDECARS = {
@@ -307,7 +307,7 @@ def test_no_more_than_one_file_is_held_in_memory(tmp_path):
     config = small_config(
         hidden_size=256, intermediate_size=2048, num_hidden_layers=24, layer_types=None
     )
-    shapes = expected_shapes(DrafterConfig.from_dict(config))
+    shapes = expected_shapes(DFlash2Config.from_dict(config))
     tensors = {}
     for name, shape in shapes.items():
         count = 1

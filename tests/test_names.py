@@ -6,8 +6,8 @@ import re
 import pytest
 
 from mlx_dflash2.checkpoint import stored_tensors
-from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.families import DFlash2Config, read_drafter_config
 from mlx_dflash2.names import (
     SPELLINGS,
     check_tensors,
@@ -42,7 +42,7 @@ def config(**changes):
         "selector_rank": 8,
         "selector_top_k": 4,
     }
-    return DrafterConfig.from_dict(raw | changes)
+    return DFlash2Config.from_dict(raw | changes)
 
 
 def check(shapes, **changes):
@@ -77,7 +77,7 @@ def test_a_published_drafter_has_81_tensors_and_335_million_parameters():
 def test_a_written_drafter_is_complete(pair):
     made = pair("random", layer_types="mixed")
     shapes = {n: t.shape for n, t in stored_tensors(made.drafter).items()}
-    check_tensors(shapes, DrafterConfig.load(made.drafter), where="drafter")
+    check_tensors(shapes, read_drafter_config(made.drafter), where="drafter")
 
 
 # Spellings

@@ -12,7 +12,7 @@ from pairs import PairOptions, write_pair
 from transformers import AutoTokenizer
 
 from mlx_dflash2.checkpoint import stored_tensors
-from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import check_tensors, published_names
 
 
@@ -93,7 +93,7 @@ def test_a_random_pair_follows_its_whole_context(pair):
 @pytest.mark.parametrize("shards", [1, 3])
 def test_both_kinds_have_the_published_tensors(pair, kind, shards):
     made = pair(kind, draft_shards=shards, layer_types="mixed")
-    config = DrafterConfig.load(made.drafter)
+    config = read_drafter_config(made.drafter)
     stored = stored_tensors(made.drafter)
     names = published_names(stored, where="drafter")
     assert all(stored_name == name for stored_name, name in names.items())
@@ -119,7 +119,7 @@ def test_options_reach_the_config(pair):
             "dflash_config": {"output_multiplier": 0.3},
         },
     )
-    config = DrafterConfig.load(made.drafter)
+    config = read_drafter_config(made.drafter)
     assert config.vocab_size == 16
     assert config.block_size == 4
     assert config.target_layer_ids == (0, 2)

@@ -9,14 +9,14 @@ from safetensors.numpy import load_file
 from smollm2 import write_random_drafter, write_smollm2
 
 from mlx_dflash2.checkpoint import stored_tensors
-from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import check_tensors
 
 
 def test_a_random_drafter_fits_its_target(pair, tmp_path):
     target = pair("random", tied=True).target
     out = write_random_drafter(target, tmp_path / "drafter", 5, mask_token_id=77)
-    config = DrafterConfig.load(out)
+    config = read_drafter_config(out)
     shapes = {name: tensor.shape for name, tensor in stored_tensors(out).items()}
     check_tensors(shapes, config, where="drafter")
     assert config.hidden_size == 96 and config.num_target_layers == 4

@@ -10,7 +10,7 @@ torch.set_num_threads(1)
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_rotation_multiplies_pairs_by_unit_complex_numbers(interleaved):
-    from mlx_dflash2.torch.attention import rotate
+    from mlx_dflash2.torch.rope import rotate
 
     x = np.random.default_rng(0).standard_normal((1, 2, 5, 16)).astype(np.float32)
     positions = np.array([0, 1, 7, 50, 400])
@@ -25,20 +25,19 @@ def test_rotation_multiplies_pairs_by_unit_complex_numbers(interleaved):
     rotated = rotate(
         torch.from_numpy(x),
         torch.from_numpy(positions),
-        theta=5e6,
-        interleaved=interleaved,
+        drafter_config(is_neox_style=not interleaved),
     )
     assert_close(rotated, expected, 1e-4)
 
 
 def test_positions_may_differ_by_batch_row():
-    from mlx_dflash2.torch.attention import rotate
+    from mlx_dflash2.torch.rope import rotate
 
     x = torch.randn(2, 4, 3, 16, generator=torch.Generator().manual_seed(0))
     positions = torch.tensor([[0, 1, 2], [9, 20, 21]])
-    together = rotate(x, positions, theta=1e4)
+    together = rotate(x, positions, drafter_config())
     for row in range(2):
-        alone = rotate(x[row : row + 1], positions[row], theta=1e4)
+        alone = rotate(x[row : row + 1], positions[row], drafter_config())
         assert_close(together[row : row + 1], alone, 1e-5)
 
 

@@ -238,7 +238,7 @@ def test_features_and_rows_of_another_dtype_are_cast_to_the_drafters(target):
 
 
 def test_a_new_drafter_has_no_uninitialised_numbers():
-    from mlx_dflash2.torch.drafter import DFlash2Drafter
+    from mlx_dflash2.torch.dflash2 import DFlash2Drafter
 
     for name, tensor in DFlash2Drafter(drafter_config()).state_dict().items():
         assert tensor.isfinite().all() and tensor.abs().max() < 10, name

@@ -14,7 +14,7 @@ from mlx_dflash2.torch.sampling import (  # noqa: E402
     accept_sampled,
     probabilities,
 )
-from mlx_dflash2.torch.selector import Proposal  # noqa: E402
+from mlx_dflash2.torch.proposal import Proposal  # noqa: E402
 
 ROW = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 

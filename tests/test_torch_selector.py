@@ -39,7 +39,7 @@ def test_candidates_are_taken_before_the_softcap_flattens_them():
 
 
 def test_multiplier_comes_before_the_cap():
-    from mlx_dflash2.torch.selector import transform_logits
+    from mlx_dflash2.torch.proposal import transform_logits
 
     config = drafter_config(final_logit_softcapping=5.0, output_multiplier=0.3)
     logits = torch.tensor([-40.0, -1.0, 0.0, 2.0, 30.0])
@@ -48,7 +48,7 @@ def test_multiplier_comes_before_the_cap():
 
 
 def test_without_a_cap_logits_are_only_scaled():
-    from mlx_dflash2.torch.selector import transform_logits
+    from mlx_dflash2.torch.proposal import transform_logits
 
     logits = torch.tensor([-40.0, 3.0])
     assert torch.equal(transform_logits(logits, drafter_config()), logits)

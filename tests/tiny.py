@@ -13,6 +13,7 @@ import numpy as np
 
 from mlx_dflash2.checkpoint import Source
 from mlx_dflash2.config import FULL, SLIDING, DrafterConfig
+from mlx_dflash2.families import DFlash2Config
 from mlx_dflash2.names import expected_shapes
 
 Numbers = dict[str, np.ndarray]
@@ -89,7 +90,7 @@ def drafter_raw(kind: str = "full", **changes) -> dict:
 
 
 def drafter_config(kind: str = "full", **changes) -> DrafterConfig:
-    return DrafterConfig.from_dict(drafter_raw(kind, **changes))
+    return DFlash2Config.from_dict(drafter_raw(kind, **changes))
 
 
 def drafter_numbers(config: DrafterConfig, seed: int = 0) -> Numbers:
@@ -164,7 +165,7 @@ def torch_drafter(config: DrafterConfig, numbers: Numbers, **own):
     """A torch drafter; `own` as its constructor takes it."""
     import torch
 
-    from mlx_dflash2.torch.drafter import DFlash2Drafter
+    from mlx_dflash2.torch.dflash2 import DFlash2Drafter
 
     drafter = DFlash2Drafter(config, **own)
     drafter.load_state_dict({n: torch.from_numpy(a) for n, a in numbers.items()})
@@ -192,7 +193,7 @@ def mlx_drafter(config: DrafterConfig, numbers: Numbers, **own):
     """An MLX drafter; `own` as its constructor takes it."""
     import mlx.core as mx
 
-    from mlx_dflash2.drafter import DFlash2Drafter
+    from mlx_dflash2.dflash2 import DFlash2Drafter
 
     drafter = DFlash2Drafter(config, **own)
     drafter.load_weights([(n, mx.array(a)) for n, a in numbers.items()], strict=True)
