@@ -127,7 +127,9 @@ class Scripted:
         assert features.shape == (1, features.shape[1], width)
         context[0].end += features.shape[1]
 
-    def propose(self, anchor, target, context, *, count, temperature, key) -> Proposal:
+    def propose(
+        self, anchor, target, context, *, count, temperature, key, **_
+    ) -> Proposal:
         self.calls.append(count)
         at = context[0].end - self.start  # of the anchor among the emitted tokens
         assert self.tokens[at] == anchor

@@ -150,7 +150,9 @@ class LookupDrafter:
     def extend(self, features: mx.array, context: list[Count]) -> None:
         context[0].end += features.shape[1]
 
-    def propose(self, anchor, target, context, *, count, temperature, key) -> Proposal:
+    def propose(
+        self, anchor, target, context, *, count, temperature, key, **_
+    ) -> Proposal:
         hidden, candidates, logits = (rows[:count] for rows in self._rows[anchor])
         return self.selector.propose(
             hidden,
