@@ -47,6 +47,11 @@ class Recipe:
 
 def check_quantization(bits: int, group_size: int) -> None:
     """Raise DFlash2Error unless MLX can quantize this way."""
+    if bits < 1 or group_size < 1:  # MLX divides by a group size of 0
+        raise DFlash2Error(
+            f"quantization to {bits} bits in groups of {group_size}: expected at least "
+            "1 of each"
+        )
     try:
         mx.quantize(mx.zeros((1, group_size)), group_size=group_size, bits=bits)
     except (ValueError, TypeError) as error:

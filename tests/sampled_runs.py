@@ -26,8 +26,8 @@ from tiny import (
 
 from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.decode import Decoding
-from mlx_dflash2.sampling import SamplingConfig, TokenRule
 from mlx_dflash2.drafter import Proposal
+from mlx_dflash2.sampling import SamplingConfig, TokenRule
 from mlx_dflash2.selector import CandidateSelector, top_candidates
 from mlx_dflash2.target import Target
 

@@ -11,8 +11,8 @@ from chi_square import chi_square, upper_gamma
 from tiny import drafter_config
 
 from mlx_dflash2.accept import accept_greedy, accept_sampled, drafted_probability
-from mlx_dflash2.sampling import SamplingConfig, TokenRule, log_softmax
 from mlx_dflash2.drafter import Proposal
+from mlx_dflash2.sampling import SamplingConfig, TokenRule, log_softmax
 from mlx_dflash2.selector import CandidateSelector, top_candidates
 
 DRAWS, VOCAB, SLOTS, NEWLINE = 20_000, 16, 2, 3

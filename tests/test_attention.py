@@ -75,6 +75,7 @@ def test_a_window_keeps_its_buffer_small():
     for _ in range(3 * LayerContext.step):
         end = grow(context, [1], end)
         context.make_room(8)
+        assert context.rows >= min(end, WINDOW - 1)
     assert context.keys.shape[2] == LayerContext.step
     assert context.end == end
     assert held_positions(context)[-11:] == list(range(end - 11, end))

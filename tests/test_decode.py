@@ -178,6 +178,22 @@ def test_each_end_of_the_configs_list_stops(pair, loaded, which):
     assert result.stats.accepted_per_cycle == oracle.cycles(prompt, 60)
 
 
+def test_the_loop_itself_ends_there(pair, loaded):
+    oracle = pair(eos="off").oracle
+    target, _, drafter = loaded(eos="off")
+    prompt = oracle.prompt(40)
+    walk = oracle.walk(prompt, 10)
+    for count, end in enumerate(walk, start=1):
+        decoding = Decoding(target, drafter, TokenRule(SamplingConfig()), seed=0)
+        options = {"eos": frozenset({end}), "num_draft_tokens": 7}
+        *_, last = decoding.run(prompt, max_tokens=60, **options)
+        assert decoding.tokens == prompt + walk[:count]
+        assert last.tokens[-1] == end
+        assert len(last.rows) == len(last.tokens)
+        assert last.accepted == (0 if count == 1 else min(len(last.tokens), 7))
+        assert lengths(decoding.cache) == {40 + count - 1}
+
+
 # Scripted drafters: right for n tokens of each block, then wrong.
 
 

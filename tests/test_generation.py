@@ -398,6 +398,20 @@ def test_what_one_thread_loads_others_generate_with(pair, tmp_path, options, sca
     assert first == second == third == work()
 
 
+@pytest.mark.parametrize("drafting", [True, False])
+@pytest.mark.parametrize("options", [{}, {"temp": 1.0, "logit_bias": {9: 2.0}}])
+def test_a_stream_goes_on_in_another_thread(loaded, options, drafting):
+    target, drafter, tokenizer = _order(loaded)
+    drafter = drafter if drafting else None
+    options = {"max_tokens": 15, "seed": 3, **options}
+    whole = generate(target, drafter, tokenizer, PROMPT, **options)
+    stream = stream_generate(target, drafter, tokenizer, PROMPT, **options)
+    first = [next(stream).token for _ in range(3)]
+    middle = in_a_thread(lambda: [next(stream).token for _ in range(5)])
+    last = in_a_thread(lambda: [response.token for response in stream])
+    assert first + middle + last == whole.tokens
+
+
 def test_a_process_whose_threads_generated_ends_well(pair):
     made = pair(eos="off", partial=0.2)
     prompts = [made.oracle.prompt(length) for length in (60, 30, 20)]

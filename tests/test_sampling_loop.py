@@ -105,7 +105,7 @@ def test_20000_generations_follow_the_exact_distribution():
 
 def test_the_whole_networks_follow_it_too():
     """Target and drafter run in every cycle, caches and context are rolled back."""
-    values = p_values(counted(shared_runs(1000, lookup=False)), exact_chances())
+    values = p_values(counted(shared_runs(600, lookup=False)), exact_chances())
     assert min(values.values()) > LEVEL, values
 
 

@@ -12,8 +12,8 @@ torch.set_num_threads(1)
 
 from mlx_dflash2.torch.decode import decode  # noqa: E402
 from mlx_dflash2.torch.loading import load_drafter, load_target  # noqa: E402
-from mlx_dflash2.torch.sampling import SamplingConfig, probabilities  # noqa: E402
 from mlx_dflash2.torch.proposal import Proposal  # noqa: E402
+from mlx_dflash2.torch.sampling import SamplingConfig, probabilities  # noqa: E402
 
 PROMPT = [5, 6, 7, 200, 31, 8, 90]
 

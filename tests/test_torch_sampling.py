@@ -8,13 +8,13 @@ from mlx_dflash2.errors import DFlash2Error
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)
 
+from mlx_dflash2.torch.proposal import Proposal  # noqa: E402
 from mlx_dflash2.torch.sampling import (  # noqa: E402
     SamplingConfig,
     accept_greedy,
     accept_sampled,
     probabilities,
 )
-from mlx_dflash2.torch.proposal import Proposal  # noqa: E402
 
 ROW = np.log(np.array([0.4, 0.3, 0.15, 0.1, 0.05]))
 
