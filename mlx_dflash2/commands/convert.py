@@ -11,19 +11,19 @@ def run_convert(options: dict[str, Any]) -> int:
     """Convert, print the report, optionally check; the exit code."""
     from mlx_dflash2.convert import check, to_mlx, to_torch
 
-    form, quantize = options.pop("form"), options.pop("quantize")
+    mlx, torch = options.pop("to_mlx"), options.pop("to_torch")
+    quantize, wants_check = options.pop("quantize"), options.pop("check")
     bits, group = options.pop("q_bits"), options.pop("q_group_size")
-    wants_check = options.pop("check")
-    if form is None:
-        raise DFlash2Error("say which way: --to-mlx or --to-torch")
+    if mlx == torch:
+        raise DFlash2Error("say which way: --to-mlx or --to-torch, one of them")
     if not quantize and (bits is not None or group is not None):
         raise DFlash2Error("--q-bits and --q-group-size need -q")
-    if quantize and form == "torch":
+    if quantize and torch:
         raise DFlash2Error("-q is MLX's format, torch runtimes do not read it")
-    if form == "mlx":
-        options["quantize_bits"] = (bits or 4) if quantize else None
-        options["quantize_group_size"] = (group or 64) if quantize else None
-    report = (to_mlx if form == "mlx" else to_torch)(
+    if quantize:
+        options["quantize_bits"] = 4 if bits is None else bits
+        options["quantize_group_size"] = 64 if group is None else group
+    report = (to_mlx if mlx else to_torch)(
         options.pop("source"), options.pop("destination"), **options
     )
     click.echo("\n".join(report.lines()))
