@@ -35,7 +35,8 @@ def published_config(
     """
     written = {key: copy.deepcopy(raw[key]) for key in raw if key not in CODE_KEYS}
     written["architectures"] = [config.architecture]
-    if "dflash" in str(raw.get("model_type") or "dflash").lower():
+    schema = str(raw.get("model_type") or "dflash").lower()
+    if "dflash" in schema or "dspark" in schema:
         written["model_type"] = "qwen3"  # a schema of its own, known to no runtime
     for field, place in config.places.items():
         _put(written, place, getattr(config, field))

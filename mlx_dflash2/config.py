@@ -38,6 +38,7 @@ class DrafterConfig:
     sliding_is_causal: ClassVar[bool] = True  # where is_causal is not given
     draft_sampling: ClassVar[str] = "sample"  # the faster way to draft at T > 0
     only: ClassVar[dict[str, Any]] = {}  # settings the family has one form of
+    own_settings: ClassVar[tuple[str, ...]] = ()  # config.json fields no other has
 
     hidden_size: int
     num_hidden_layers: int
@@ -102,7 +103,7 @@ class DrafterConfig:
                 "is_neox_style", "rope_is_neox_style", default=True
             ),
             rope_scaling=_read_rope_scaling(read),
-            max_position_embeddings=read.at("max_position_embeddings"),
+            max_position_embeddings=_read_longest(read),
             block_size=block,
             first_row=cls.default_first_row if first_row is None else first_row,
             explicit_first_row=first_row is not None,
@@ -352,11 +353,15 @@ ONLY = {  # settings the backbone has one form of
 }
 
 
+PARTS = (  # objects a config.json may hold
+    *("dflash_config", "dspark_config", "rope_parameters", "rope_scaling"),
+    "quantization",
+)
+
+
 def _refuse_other_networks(read: ConfigReader, only: dict[str, Any]) -> None:
     """Refuse a config that describes something this network does not compute."""
-    if read.at("transformer_layer_config") or read.at("speculators_config"):
-        raise read.fail("the speculators schema is not supported; export in z-lab's")
-    for part in ("dflash_config", "rope_parameters", "rope_scaling", "quantization"):
+    for part in PARTS:
         if not isinstance(read.at(part), dict | None):
             raise read.fail(f"{part} is {read.at(part)!r}, expected an object")
     draft_vocab = read.at("draft_vocab_size")
@@ -375,12 +380,12 @@ def _refuse_other_networks(read: ConfigReader, only: dict[str, Any]) -> None:
 def _read_first_row(read: ConfigReader) -> int | None:
     """Which row predicts the first token, in the two ways configs say it."""
     places = {}
-    for place in ("logits_start", "dflash_config.logits_start"):
-        if read.at(place) is not None:
-            places[place] = read.integer(place, minimum=0)
-    for place in ("sample_from_anchor", "dflash_config.sample_from_anchor"):
-        if read.flag(place) is not None:
-            places[place] = 0 if read.flag(place) else 1
+    for part in ("", "dflash_config.", "dspark_config."):
+        start, anchor = f"{part}logits_start", f"{part}sample_from_anchor"
+        if read.at(start) is not None:
+            places[start] = read.integer(start, minimum=0)
+        if read.flag(anchor) is not None:
+            places[anchor] = 0 if read.flag(anchor) else 1
     if len(set(places.values())) > 1:
         said = ", ".join(f"{place} is {read.at(place)!r}" for place in places)
         raise read.fail(f"{said}; they contradict each other, keep the right one")
@@ -391,38 +396,42 @@ def _read_first_row(read: ConfigReader) -> int | None:
 
 
 ROPE_PARTS = ("rope_parameters", "rope_scaling")
-YARN = (  # parameters of yarn; the second half has defaults in every implementation
-    *("factor", "original_max_position_embeddings", "attention_factor"),
-    *("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
-)
+UNSUPPORTED_YARN = ("mscale", "mscale_all_dim", "attention_factor")
+
+
+def _in_rope_parts(name: str) -> list[str]:
+    return [f"{part}.{name}" for part in ROPE_PARTS]
 
 
 def _read_rope_scaling(read: ConfigReader) -> dict | None:
     """yarn's parameters in one spelling; None for plain rotary positions."""
-    places = [f"{part}.{key}" for part in ROPE_PARTS for key in ("rope_type", "type")]
-    place, kind = read.find(*places)
-    found = {
-        name: value
-        for name in YARN
-        if (value := read.find(*(f"{part}.{name}" for part in ROPE_PARTS))[1])
-        is not None
-    }
+    place, kind = read.find(*_in_rope_parts("rope_type"), *_in_rope_parts("type"))
     if kind in (None, "default"):
-        if found.get("factor", 1) != 1:
-            raise read.fail(f"rope factor {found['factor']} without a rope_type")
+        place, factor = read.find(*_in_rope_parts("factor"))
+        if factor not in (None, 1):
+            raise read.fail(f"{place} is {factor!r} without a rope_type that uses it")
         return None
     if kind != "yarn":
         raise read.fail(f"{place} is {kind!r}; only 'default' and 'yarn' are supported")
-    for name in ("factor", "original_max_position_embeddings"):
-        if name not in found:
-            raise read.fail(f"{name} is missing; rope_type yarn needs it")
-    unsupported = {"mscale", "mscale_all_dim", "attention_factor"} & found.keys()
-    if unsupported or found.get("truncate", True) is not True:
-        raise read.fail(
-            f"yarn with {sorted(unsupported) or ['truncate']} is not supported"
-        )
-    found.pop("truncate", None)
+    for name in UNSUPPORTED_YARN:
+        place, value = read.find(*_in_rope_parts(name))
+        if value is not None:
+            raise read.fail(f"{place} is {value!r}; yarn with it is not supported")
+    if read.flag(*_in_rope_parts("truncate"), default=True) is False:
+        raise read.fail("yarn with truncate false is not supported")
+    original = _in_rope_parts("original_max_position_embeddings")
+    found = {"factor": read.number(*_in_rope_parts("factor"), minimum=1.0)}
+    found["original_max_position_embeddings"] = read.integer(*original)
+    for name in ("beta_fast", "beta_slow"):  # with defaults in every implementation
+        if read.find(*_in_rope_parts(name))[1] is not None:
+            found[name] = read.number(*_in_rope_parts(name), minimum=0.0)
     return {"rope_type": "yarn"} | found
+
+
+def _read_longest(read: ConfigReader) -> int | None:
+    if read.at("max_position_embeddings") is None:
+        return None
+    return read.integer("max_position_embeddings")
 
 
 def _read_layers(

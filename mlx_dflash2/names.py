@@ -19,6 +19,7 @@ SPELLINGS = {  # met in the wild -> published; names not listed are published on
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
 }
 
+REDUCED = ("d2t", "t2d")  # tables between a drafter's vocabulary and the target's
 BORROWED = ("embed_tokens.weight", "lm_head.weight")  # the target's, unless stored
 
 
@@ -102,6 +103,12 @@ def check_tensors(
     Raises:
         DFlash2Error: A tensor is missing, unknown or of another shape.
     """
+    for name in REDUCED:
+        if name in found:
+            raise DFlash2Error(
+                f"{where}: holds {name}, the table of a reduced vocabulary; reduced "
+                "vocabularies are not supported"
+            )
     expected = expected_shapes(config)
     optional = dict.fromkeys(BORROWED, (config.vocab_size, config.hidden_size))
     optional = {name: optional[name] for name in BORROWED if name in found}

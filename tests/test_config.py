@@ -7,7 +7,13 @@ import pytest
 
 from mlx_dflash2.config import FULL, SLIDING, read_json
 from mlx_dflash2.errors import DFlash2Error
-from mlx_dflash2.families import DFlash2Config, read_drafter_config
+from mlx_dflash2.families import (
+    DFlash2Config,
+    DFlashConfig,
+    check_agreement,
+    read_drafter_config,
+)
+from mlx_dflash2.names import expected_shapes
 
 PUBLISHED = {
     "architectures": ["DFlash2DraftModel"],
@@ -59,8 +65,14 @@ def changed(**fields):
 REMOVED = object()
 
 
+TENSORS = expected_shapes(DFlash2Config.from_dict(PUBLISHED))
+
+
 def read(**fields):
-    return DFlash2Config.from_dict(changed(**fields))
+    """The config of a drafter that has DFlash 2's tensors."""
+    raw = changed(**fields)
+    check_agreement(DFlash2Config, raw, where="config.json")
+    return DFlash2Config.from_dict(raw)
 
 
 def refused(match, **fields):
@@ -212,7 +224,7 @@ def test_a_size_has_no_default(field):
         ("hidden_size", 2048.0),
         ("hidden_size", True),
         ("hidden_size", 0),
-        ("block_size", 1),
+        ("block_size", 0),
         ("dflash_config__mask_token_id", -1),
         ("dflash_config__selector_top_k", 0),
         ("rope_theta", "5e6"),
@@ -234,7 +246,18 @@ def test_a_wrong_type_or_range_names_the_place(field, value):
     refused(field.replace("__", r"\.") + " is ", **removed, **{field: value})
 
 
-@pytest.mark.parametrize("part", ["dflash_config", "rope_parameters", "rope_scaling"])
+def test_a_block_must_draft_something():
+    refused(
+        "block_size 1 drafts nothing when row 1 is the first",
+        dflash_config__block_size=1,
+    )
+    assert read(dflash_config__block_size=2).num_draft_tokens == 1
+
+
+@pytest.mark.parametrize(
+    "part",
+    ["dflash_config", "rope_parameters", "rope_scaling", "quantization"],
+)
 def test_a_part_that_is_no_object_is_refused(part):
     refused(f"{part} is 3, expected an object", **{part: 3})
 
@@ -276,16 +299,65 @@ def test_rope_flat_nested_and_both_are_one_config():
     )
 
 
-@pytest.mark.parametrize("part", ["rope_parameters", "rope_scaling"])
+PARTS = pytest.mark.parametrize("part", ["rope_parameters", "rope_scaling"])
+YARN = {"factor": 4, "original_max_position_embeddings": 4096}
+
+
+@PARTS
 @pytest.mark.parametrize("key", ["rope_type", "type"])
 def test_other_rope_types_are_refused(part, key):
-    read(**{part: {key: "default"}})
-    refused(f"{part}.{key} is 'yarn'", **{part: {key: "yarn", "factor": 4}})
+    assert read(**{part: {key: "default"}}).rope_scaling is None
+    refused(f"{part}.{key} is 'llama3'", **{part: {key: "llama3", "factor": 4}})
+
+
+@PARTS
+@pytest.mark.parametrize("key", ["rope_type", "type"])
+def test_yarn_is_read_in_each_spelling(part, key):
+    found = read(**{part: {key: "yarn", "beta_fast": 16} | YARN}).rope_scaling
+    assert found == {"rope_type": "yarn", "beta_fast": 16} | YARN
+    assert read(**{part: {key: "yarn", "truncate": True} | YARN}).rope_scaling == {
+        "rope_type": "yarn",
+        **YARN,
+    }
+
+
+@PARTS
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"factor": None}, "factor.* is missing"),
+        ({"factor": 0.5}, "factor is 0.5, expected a finite number of at least 1"),
+        ({"original_max_position_embeddings": None}, "original_max.* is missing"),
+        ({"original_max_position_embeddings": "x"}, "original_max.* is 'x', expected"),
+        ({"beta_slow": "1"}, "beta_slow is '1', expected a number"),
+        ({"mscale": 0.7}, "mscale is 0.7; yarn with it is not supported"),
+        ({"attention_factor": 1.2}, "attention_factor is 1.2; yarn with it is not"),
+        ({"truncate": False}, "yarn with truncate false is not supported"),
+    ],
+)
+def test_yarn_has_what_it_needs_and_nothing_unknown(part, changes, match):
+    refused(match, **{part: {"rope_type": "yarn"} | YARN | changes})
+
+
+def test_yarn_in_two_places_must_agree():
+    yarn = {"rope_type": "yarn"} | YARN
+    assert read(rope_parameters=yarn, rope_scaling=yarn).rope_scaling == yarn
+    refused(
+        r"rope_parameters\.factor is 4 but rope_scaling\.factor is 8",
+        rope_parameters=yarn,
+        rope_scaling=yarn | {"factor": 8},
+    )
 
 
 def test_a_rope_factor_without_a_type_is_refused():
     read(rope_scaling={"factor": 1.0})
     refused("rope_scaling.factor is 4", rope_scaling={"factor": 4})
+
+
+def test_the_longest_position_is_a_number_or_absent():
+    assert read().max_position_embeddings is None
+    assert read(max_position_embeddings=4096).max_position_embeddings == 4096
+    refused("max_position_embeddings is 'x'", max_position_embeddings="x")
 
 
 @pytest.mark.parametrize("place", ["is_neox_style", "rope_is_neox_style"])
@@ -449,6 +521,20 @@ def test_a_hybrid_with_dspark_is_refused(field, value):
     refused("belongs to DSpark", **{field: value})
 
 
+@pytest.mark.parametrize("field", ["conv_kernel_size", "selector_top_k"])
+@pytest.mark.parametrize("part", ["", "dflash_config__"])
+def test_a_dflash_config_with_dflash_2_fields_is_refused(part, field):
+    own = ["conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k"]
+    none = {f"dflash_config__{name}": REMOVED for name in own}
+    plain = changed(architectures=["DFlashDraftModel"], **none)
+    check_agreement(DFlashConfig, plain, where="config.json")
+    mixed = changed(
+        **{"architectures": ["DFlashDraftModel"]} | none | {part + field: 2}
+    )
+    with pytest.raises(DFlash2Error, match=f"{field} is 2, which belongs to DFlash 2"):
+        check_agreement(DFlashConfig, mixed, where="config.json")
+
+
 def test_fields_switched_off_make_no_hybrid():
     assert read(markov_rank=0, enable_confidence_head=False) == read()
 
@@ -461,9 +547,6 @@ def test_fields_switched_off_make_no_hybrid():
         ("mlp_bias", True, False),
         ("partial_rotary_factor", 0.5, 1.0),
         ("rope_parameters__partial_rotary_factor", 0.5, 1.0),
-        ("logits_start", 0, 1),
-        ("dflash_config__logits_start", 0, 1),
-        ("sample_from_anchor", True, False),
         ("dflash_config__projector_type", "dspark", "dflash2"),
         ("transformer_layer_config", {"a": 1}, None),
         ("speculators_config", {"a": 1}, {}),
@@ -474,6 +557,18 @@ def test_fields_switched_off_make_no_hybrid():
 def test_what_the_network_does_not_compute_is_refused(field, value, supported):
     refused("support", **{field: value})
     assert read(**{field: supported}) == read()
+
+
+@pytest.mark.parametrize("part", ["", "dflash_config__"])
+@pytest.mark.parametrize(
+    ("field", "anchors", "next_row"),
+    [("logits_start", 0, 1), ("sample_from_anchor", True, False)],
+)
+def test_dflash_2_never_drafts_from_the_anchors_row(part, field, anchors, next_row):
+    silent, said = read(), read(**{part + field: next_row})
+    assert (silent.first_row, silent.explicit_first_row) == (1, False)
+    assert (said.first_row, said.explicit_first_row) == (1, True)
+    refused("not supported for DFlash 2", **{part + field: anchors})
 
 
 def test_quantization_is_read_in_mlx_spelling():
@@ -504,7 +599,7 @@ def test_nothing_a_config_names_is_imported(tmp_path):
     (tmp_path / "evil.py").write_text(f"open({str(trap)!r}, 'w').close()")
     config = changed(auto_map={"AutoModel": "evil.Model"}, model_file="evil.py")
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert read_drafter_config(tmp_path) == read()
+    assert read_drafter_config(tmp_path, tensors=TENSORS) == read()
     assert not trap.exists()
 
 
@@ -515,7 +610,7 @@ def test_an_error_names_the_file(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(changed(hidden_size=REMOVED)))
     where = str(tmp_path / "config.json")
     with pytest.raises(DFlash2Error, match=f"{where}: hidden_size is missing"):
-        read_drafter_config(tmp_path)
+        read_drafter_config(tmp_path, tensors=TENSORS)
 
 
 @pytest.mark.parametrize(

@@ -150,7 +150,7 @@ def test_missing_codebooks_are_both_named():
 
 
 @pytest.mark.parametrize(
-    "name", ["extra.weight", "layers.2.mlp.up_proj.weight", "fc.bias", "d2t"]
+    "name", ["extra.weight", "layers.2.mlp.up_proj.weight", "fc.bias", "extra.d2t"]
 )
 def test_each_unknown_tensor_is_named(name):
     shapes = expected_shapes(config()) | {name: (1,)}
@@ -162,18 +162,19 @@ def test_a_long_list_is_cut_but_counted():
     refused(r"unknown extra\.0, extra\.1, extra\.2, extra\.3 and 3 more", shapes)
 
 
-def test_a_v1_drafter_is_called_one():
+def test_the_family_that_was_expected_is_named():
     shapes = {
         name: shape
         for name, shape in expected_shapes(config()).items()
         if "_conv." not in name and "selector" not in name
     }
-    refused("a drafter without them is DFlash v1", shapes)
+    refused("not a DFlash 2 drafter: missing candidate_selector", shapes)
 
 
-def test_a_dspark_head_is_called_one():
-    shapes = expected_shapes(config()) | {"markov_head.markov_w1.weight": (128, 8)}
-    refused("unknown markov_head.*belong to DSpark", shapes)
+@pytest.mark.parametrize("name", ["d2t", "t2d"])
+def test_the_table_of_a_reduced_vocabulary_is_called_one(name):
+    shapes = expected_shapes(config()) | {name: (128,)}
+    refused(f"holds {name}.*reduced vocabularies are not supported", shapes)
 
 
 @pytest.mark.parametrize("name", list(expected_shapes(config())))

@@ -72,7 +72,7 @@ def shipped_files():
     return sorted(
         path.relative_to(ROOT).as_posix()
         for path in {*paths, ROOT / "LICENSE"}
-        if path.is_file() and "__pycache__" not in path.parts
+        if path.is_file() and not {"__pycache__", ".git"} & set(path.parts)
     )
 
 

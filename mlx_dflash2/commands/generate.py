@@ -220,6 +220,7 @@ class _Run:
 
         done = self.generation
         drafter = getattr(self.drafter, "source", None)
+        drafts = self._drafts()
         result = {
             "text": done.text,
             "tokens": done.tokens,
@@ -237,6 +238,9 @@ class _Run:
             "peak_memory_bytes": mx.get_peak_memory(),
             "model": self.target.source.name,
             "draft_model": drafter.name if drafter else None,
+            "draft_kind": self.drafter.config.kind if self.drafter else None,
+            "block_size": drafts + 1,
+            "num_draft_tokens": drafts,
             "revision": self.target.source.revision,
             "draft_revision": drafter.revision if drafter else None,
             "thinking": self._thinking(),
@@ -282,10 +286,15 @@ class _Run:
             lines.append(f"Verify: {comparison}")
         click.echo("\n".join(lines), err=True)
 
+    def _drafts(self) -> int:
+        """Tokens drafted in a full cycle; its verify has one row more."""
+        if self.drafter is None:
+            return 0
+        asked = self.arguments["num_draft_tokens"]
+        return self.drafter.config.num_draft_tokens if asked is None else asked
+
     def _acceptance(self, stats) -> str:
-        drafted = self.arguments["num_draft_tokens"]
-        if drafted is None:
-            drafted = self.drafter.config.num_draft_tokens
+        drafted = self._drafts()
         text = f"block size {drafted + 1} ({drafted} drafted)"
         if stats.acceptance_length is not None:
             text += (
@@ -310,9 +319,12 @@ class _Run:
         ]
         if self.drafter is not None:
             config = self.drafter.config
+            told = "config.json" if config.explicit_first_row else "its family"
             lines.append(
                 f"Drafter: {self.drafter.source.name}, {config.title}, "
-                f"{config.num_hidden_layers} layers, block size {config.block_size}, "
+                f"{config.num_hidden_layers} layers, block size "
+                f"{config.num_draft_tokens + 1} ({config.num_draft_tokens} drafted), "
+                f"row {config.first_row} is the first to predict (says {told}), "
                 f"taps {list(config.target_layer_ids)}, mask token "
                 f"{config.mask_token_id}, rope base {config.rope_theta:g}, computes in "
                 f"{str(self.drafter.dtype).removeprefix('mlx.core.')}"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoint import stored_tensors
-from ..config import DrafterConfig, read_json
+from ..config import ConfigReader, DrafterConfig, read_json
 from ..errors import DFlash2Error
 from ..names import published_names
 from .dflash import DFlashConfig
@@ -37,17 +37,20 @@ def family_of(tensors: Iterable[str], *, where: str) -> type[DrafterConfig]:
 
 
 def check_agreement(family: type[DrafterConfig], raw: dict, *, where: str) -> None:
-    """Refuse a config.json that names another family than its tensors show.
+    """Refuse a config.json that describes another family than its tensors show.
 
     `projector_type` refines an architecture that only says DFlash.
+
+    Raises:
+        DFlash2Error: An architecture, a projector type or a setting is another
+            family's, or the schema is none that is known.
     """
-    nested = raw.get("dflash_config")
-    projector = nested.get("projector_type") if isinstance(nested, dict) else None
+    read, tensors = ConfigReader(raw, where), f"the tensors are those of {family.title}"
+    if read.at("transformer_layer_config") or read.at("speculators_config"):
+        raise read.fail("the speculators schema is not supported; export in z-lab's")
+    place, projector = read.find("dflash_config.projector_type", "projector_type")
     if projector not in (None, family.kind):
-        raise DFlash2Error(
-            f"{where}: dflash_config.projector_type is {projector!r}, but the tensors "
-            f"are those of {family.title}"
-        )
+        raise read.fail(f"{place} is {projector!r}, but {tensors}; it is not supported")
     names = raw.get("architectures") or []
     for name in names if isinstance(names, list) else [names]:
         claimed = [other for other in FAMILIES if other.claims(str(name))]
@@ -55,10 +58,23 @@ def check_agreement(family: type[DrafterConfig], raw: dict, *, where: str) -> No
             continue
         if family not in claimed:
             said = claimed[0].title if claimed else "no family known here"
-            raise DFlash2Error(
-                f"{where}: architectures names {name} ({said}), but the tensors are "
-                f"those of {family.title}"
-            )
+            raise read.fail(f"architectures names {name} ({said}), but {tensors}")
+    for other in FAMILIES:
+        if other is not family:
+            _refuse_settings(other, read, tensors)
+
+
+def _refuse_settings(
+    other: type[DrafterConfig], read: ConfigReader, tensors: str
+) -> None:
+    """Refuse the settings of another family, unless they are switched off."""
+    for name in other.own_settings:
+        for place in (name, f"dflash_config.{name}", f"dspark_config.{name}"):
+            if read.at(place):
+                raise read.fail(
+                    f"{place} is {read.at(place)!r}, which belongs to {other.title}, "
+                    f"but {tensors}"
+                )
 
 
 def read_drafter_config(

@@ -6,6 +6,8 @@ from typing import Any
 from ..config import ConfigReader, DrafterConfig, Shapes
 from ..errors import DFlash2Error
 
+SETTINGS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlash2Config(DrafterConfig):
@@ -17,12 +19,9 @@ class DFlash2Config(DrafterConfig):
     network_class = "DFlash2Drafter"
     places = {
         name: f"dflash_config.{name}"
-        for name in (
-            *("block_size", "mask_token_id", "target_layer_ids"),
-            *("conv_kernel_size", "conv_group_size"),
-            *("selector_rank", "selector_top_k"),
-        )
+        for name in ("block_size", "mask_token_id", "target_layer_ids", *SETTINGS)
     }
+    own_settings = SETTINGS
 
     conv_kernel_size: int
     conv_group_size: int
@@ -31,8 +30,7 @@ class DFlash2Config(DrafterConfig):
 
     @classmethod
     def own_fields(cls, read: ConfigReader) -> dict[str, Any]:
-        names = "conv_kernel_size conv_group_size selector_rank selector_top_k"
-        return {name: read.nested_integer(name) for name in names.split()}
+        return {name: read.nested_integer(name) for name in SETTINGS}
 
     def own_tensors(self) -> Shapes:
         codebook = (self.vocab_size, self.selector_rank)
@@ -67,8 +65,9 @@ class DFlash2Config(DrafterConfig):
         super().check(where)
         if self.first_row != 1:
             raise DFlash2Error(
-                f"{where}: the selector begins after the anchor's row; logits_start "
-                f"{self.first_row} is not DFlash 2"
+                f"{where}: drafting from the anchor's row (logits_start "
+                f"{self.first_row}) is not supported for DFlash 2, whose selector "
+                "begins after it"
             )
         if self.hidden_size % self.conv_group_size:
             raise DFlash2Error(

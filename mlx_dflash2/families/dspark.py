@@ -36,6 +36,10 @@ class DSparkConfig(DrafterConfig):
         "has_confidence": "enable_confidence_head",
         "confidence_sees_token": "confidence_head_with_markov",
     }
+    own_settings = (
+        *("markov_rank", "dspark_markov_rank", "markov_head_type", "dspark_config"),
+        *("enable_confidence_head", "confidence_head_with_markov"),
+    )
     markov_head_type = "vanilla"
     default_first_row = 0
     sliding_is_causal = False
