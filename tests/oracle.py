@@ -21,16 +21,43 @@ A right implementation accepts the whole block at any prompt of more than 2 * la
 tokens. With `partial` a seeded fraction of tokens are bad predecessors: after one of
 them the drafter proposes the other step, which is always wrong.
 
+The other families keep the target's checks and those of the context:
+
+* A DSpark drafter's rows say in which direction the walk leans, its Markov head which
+  two tokens may follow the one before; only both together name the token. After a bad
+  predecessor the head allows two tokens that are never right, and the confidence head
+  knows.
+* A DFlash drafter's rows decide alone, so the rule is another one, that each row can
+  compute: the next token is `ring[place(x[t - lag]) + 1]`, a copy with one step. A row
+  finds its source by distance, in the context or at the anchor; a row whose source
+  would be a later row of the block, so every slot after `lag + 1`, is wrong. `partial`
+  makes some tokens bad sources, whose copy is never right.
+
 With eos "ring" the two end-of-sequence ids are neighbours on the ring, so no walk can
 jump over both; "off" keeps them off it.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
+from oracle_families import (
+    BIT,
+    CODES,
+    CONST,
+    ERROR,
+    FILL,
+    GATE,
+    LAG,
+    SIGNATURE,
+    TOKEN,
+    carry_source,
+    copy_source,
+    lean,
+    markov_and_confidence,
+)
 from pair_files import EOS, EOS2, MASK, SPECIALS
 
 if TYPE_CHECKING:
@@ -64,10 +91,15 @@ class Ring:
         place = np.full(opts.vocab, -1, dtype=np.int64)
         place[order] = np.arange(len(order))
         bit = np.where(rng.random(opts.vocab) < 0.5, 1, -1)
+        bad = rng.random(opts.vocab) < opts.partial if opts.copies else None
+        if bad is not None:  # the bit tells the drafter, the target does not read it
+            bit = np.where(bad, -1, 1)
         for special in range(len(SPECIALS)):  # those off the ring borrow a place on it
             if place[special] < 0 and special != MASK:
                 place[special] = int(rng.integers(8, len(order) // 2))
-        return cls(order, place, bit, rng.random(opts.vocab) < opts.partial)
+        if bad is None:
+            bad = rng.random(opts.vocab) < opts.partial
+        return cls(order, place, bit, bad)
 
 
 @dataclass(frozen=True)
@@ -75,18 +107,21 @@ class Oracle:
     """What an oracle pair must do, computed without a model.
 
     Attributes:
+        drafted: Tokens of one block.
         ends: Ids that end a walk; set another frozenset for other stop tokens.
+        copies: The rule of DFlash pairs.
     """
 
     ring: Ring
     lag: int
-    block_size: int
+    drafted: int
     ends: frozenset[int]
+    copies: bool = False
 
     @classmethod
     def of(cls, opts: "PairOptions") -> "Oracle":
         ends = frozenset(opts.eos_token_ids)
-        return cls(Ring.of(opts), opts.lag, opts.block_size, ends)
+        return cls(Ring.of(opts), opts.lag, opts.drafted, ends, opts.copies)
 
     def prompt(self, length: int, start: int = 0) -> list[int]:
         """`length` ring tokens without an end; each `start` gives another prompt.
@@ -109,6 +144,8 @@ class Oracle:
         if len(history) <= self.lag:
             raise ValueError(f"the rule needs more than lag = {self.lag} tokens")
         order, place, bit = self.ring.order, self.ring.place, self.ring.bit
+        if self.copies:
+            return int(order[(place[history[-1 - self.lag]] + 1) % len(order)])
         step = 1 if bit[history[-1 - self.lag]] > 0 else 2
         return int(order[(place[history[-1]] + step) % len(order)])
 
@@ -136,17 +173,50 @@ class Oracle:
         """
         if len(prompt) <= 2 * self.lag:
             raise ValueError(f"needs a prompt of more than {2 * self.lag} tokens")
-        width = self.block_size - 1 if width is None else width
+        return [accepted for _, accepted in self._cycles(prompt, count, width, False)]
+
+    def cut_cycles(
+        self, prompt: list[int], count: int, width: int | None = None
+    ) -> list[tuple[int, int]]:
+        """Drafted and accepted of every cycle where a confidence head cuts.
+
+        It cuts just before the first slot whose predecessor is bad, so a cycle may
+        draft nothing.
+        """
+        return self._cycles(prompt, count, width, True)
+
+    def _cycles(
+        self, prompt: list[int], count: int, width: int | None, cut: bool
+    ) -> list[tuple[int, int]]:
+        if len(prompt) <= 2 * self.lag:
+            raise ValueError(f"needs a prompt of more than {2 * self.lag} tokens")
+        width = self.drafted if width is None else width
         out = self.walk(prompt, count)
-        emitted, accepted_per_cycle = 1, []
+        past_ends = replace(self, ends=frozenset())
+        history = prompt + past_ends.walk(prompt, len(out) + width)
+        emitted, cycles = 1, []
         while emitted < len(out):
-            most = min(width, count - emitted - 1, len(out) - emitted)
-            accepted = 0
-            while accepted < most and not self.ring.bad[out[emitted + accepted - 1]]:
-                accepted += 1
-            accepted_per_cycle.append(accepted)
+            most = min(width, count - emitted - 1)
+            right = 0
+            while right < most and self._is_right(
+                history, len(prompt) + emitted, right
+            ):
+                right += 1
+            accepted = min(right, len(out) - emitted)
+            cycles.append((right if cut else most, accepted))
             emitted += min(accepted + 1, len(out) - emitted)
-        return accepted_per_cycle
+        return cycles
+
+    def _is_right(self, history: list[int], start: int, slot: int) -> bool:
+        """Whether the drafter is right about `history[start + slot]`.
+
+        Args:
+            start: Position after the anchor.
+        """
+        if not self.copies:
+            return not self.ring.bad[history[start + slot - 1]]
+        seen = slot <= self.lag  # else its source is a later row of the block
+        return seen and not self.ring.bad[history[start + slot - 1 - self.lag]]
 
 
 def build_oracle(opts: "PairOptions") -> tuple[Weights, Weights, dict[str, float]]:
@@ -162,17 +232,10 @@ def build_oracle(opts: "PairOptions") -> tuple[Weights, Weights, dict[str, float
     margins = plan.margins()
     floor = 0.02 if opts.dtype != "float32" else 1e-3
     waves = len(plan.waves)
-    if (
-        margins["target_token_drop"] / waves < floor
-        or margins["candidate_set_gap"] / waves < floor / 2
-    ):
+    set_gap = margins.get("candidate_set_gap", math.inf)
+    if margins["target_token_drop"] / waves < floor or set_gap / waves < floor / 2:
         raise ValueError(f"margins too thin for {opts.dtype}: {margins}")
     return target, drafter, margins
-
-
-# Channels of the residual stream. SIGNATURE takes two; the ring codes start at 8.
-CONST, TOKEN, BIT, LAG, SIGNATURE, ERROR, FILL, CODES = 0, 1, 2, 3, 4, 6, 7, 8
-GATE = 40.0  # deep in silu's linear part, so a gated unit passes its input on
 
 
 class _Plan:
@@ -186,7 +249,7 @@ class _Plan:
         self.waves = 2.0 ** np.arange(
             max(1, math.floor(math.log2(self.count / 2.5))) + 1
         )
-        self.reach = 2 * (opts.block_size - 1)  # the furthest place of a block
+        self.reach = 2 * opts.drafted  # the furthest place of a block
         self.low = self.waves[self.count / self.waves >= 2 * (self.reach + 2)]
         width = 2 * len(self.waves)
         self.code = slice(CODES, CODES + width)
@@ -207,16 +270,31 @@ class _Plan:
             "hidden for a tied pair": (128 if opts.tied else 0, opts.hidden),
             "hidden": (self.answer.stop, opts.hidden),
             "intermediate": (4 * waves + 3, opts.intermediate),
-            "top_k": (self.reach, opts.top_k),
-            "lag": (opts.block_size - 1, opts.lag),
+            "lag": (1 if opts.copies else opts.drafted, opts.lag),
             "slow waves (raise vocab)": (1, len(self.low)),
             "draft_heads": (2, opts.draft_heads),
             "draft_head_dim": (2 * len(self.low) + 1, opts.draft_head_dim),
-            "rank": (4 * waves, opts.rank),
         }
+        if opts.family == "dflash2":
+            enough |= {
+                "top_k": (self.reach, opts.top_k),
+                "rank": (4 * waves, opts.rank),
+            }
+        if opts.family == "dspark":
+            enough |= {
+                "rank": (2 * waves + 1, opts.rank),
+                "draft_intermediate": (4 * len(self.low), opts.draft_intermediate),
+            }
+        if opts.copies:
+            enough |= {
+                "head_dim": (2 * waves, opts.head_dim),
+                "draft_head_dim": (2 * waves + 1, opts.draft_head_dim),
+            }
         for what, (least, found) in enough.items():
             if found < least:
                 raise ValueError(f"{what} is {found}, an oracle needs {least}")
+        if opts.family != "dflash2" and (opts.tied or opts.dtype != "float32"):
+            raise ValueError(f"a {opts.family} oracle is untied and float32")
         if opts.layer_type_list[0] == "sliding_attention":
             least = opts.lag + 1 + opts.block_size
             if opts.sliding_window <= least:
@@ -279,7 +357,7 @@ class _Plan:
     def rms(self, layer: int, *, lag: bool, answer: bool) -> float:
         """Root mean square of the stream entering `layer`, with what is in it."""
         squared = self.stream_norm + float((self.signatures[layer] ** 2).sum())
-        if lag or answer:
+        if (lag or answer) and not self.opts.copies:
             squared += 1
         if answer:
             added = self.gain**2 - 1 if self.opts.tied else 1
@@ -307,13 +385,16 @@ class _Plan:
         return np.cos(angle).sum(1)
 
     def margins(self) -> dict[str, float]:
+        room = float(len(self.free))
+        if self.opts.copies:
+            return {"target_token_drop": self.drop, "unused_channels": room}
         ordered = np.sort(self.set_scores)[::-1]
         inside = self.set_scores[1 : self.reach + 1]
         return {
             "target_token_drop": self.drop,
             "candidate_set_gap": float(inside.min() - ordered[self.opts.top_k]),
             "unary_spread": float(inside.max() - ordered[self.opts.top_k - 1]),
-            "unused_channels": float(len(self.free)),
+            "unused_channels": room,
         }
 
     def linear(self, rows: int, columns: int, gain: float = 1.0) -> np.ndarray:
@@ -369,6 +450,8 @@ def _target(plan: _Plan) -> Weights:
     if not opts.tied:
         head = np.zeros((opts.vocab, opts.hidden))
         head[plan.ring.order, plan.answer] = plan.codes * plan.head_scale
+        if opts.copies:  # the target never writes FILL, so it never says the mask
+            head[MASK, FILL] = 2 * len(plan.waves) * plan.head_scale
         weights["lm_head.weight"] = head.astype(np.float32)
     return weights
 
@@ -387,14 +470,16 @@ def _target_attention(plan: _Plan, index: int) -> Weights:
         turns = rotary_frequencies(size, opts.rope_theta)
         scale = distance_scale(turns, -opts.lag, opts.max_ctx)
         rms = plan.rms(index, lag=False, answer=False)
+        out[:, :size] = 0
         amplitude = math.sqrt(scale * math.sqrt(size)) * rms
         query[:size], key[:size], value[:size] = 0, 0, 0
         query[: size // 2, CONST] = amplitude
         key[: size // 2, CONST] = amplitude * np.cos(turns * opts.lag)
         key[size // 2 : size, CONST] = amplitude * np.sin(turns * opts.lag)
-        value[0, BIT] = 1
-        out[:, :size] = 0
-        out[LAG, 0] = rms
+        if opts.copies:
+            copy_source(plan, value, out, rms)
+        else:
+            value[0, BIT], out[LAG, 0] = 1, rms
     return {
         "self_attn.q_proj.weight": query,
         "self_attn.k_proj.weight": key,
@@ -409,7 +494,8 @@ def _target_mlp(plan: _Plan, index: int) -> Weights:
     gate = plan.linear(opts.intermediate, opts.hidden)
     up = plan.linear(opts.intermediate, opts.hidden)
     down = plan.into_free(opts.intermediate)
-    rms = plan.rms(index, lag=index >= work, answer=index > work)
+    answered = index >= work if opts.copies else index > work
+    rms = plan.rms(index, lag=index >= work, answer=answered)
     # Units 0 to 2: the new signature in, the two channels of the old one out.
     gate[:3], up[:3], down[:, :3] = 0, 0, 0
     gate[:3, CONST] = GATE
@@ -418,7 +504,7 @@ def _target_mlp(plan: _Plan, index: int) -> Weights:
     unit = gated / (1 + math.exp(-min(gated, 60))) / rms
     down[SIGNATURE : SIGNATURE + 2, 0] = plan.signatures[index + 1] / unit
     down[SIGNATURE, 1] = down[SIGNATURE + 1, 2] = -1 / unit
-    if index == work:
+    if index == work and not opts.copies:
         width = 2 * len(plan.waves)
         one, two, end = 3, 3 + width, 3 + 2 * width  # units for LAG = +1, for -1
         gate[one:end], up[one:end], down[:, one:end] = 0, 0, 0
@@ -445,17 +531,33 @@ def _drafter(plan: _Plan) -> Weights:
     for index in range(opts.draft_layers):
         layer = {
             **_drafter_attention(plan, first=index == 0),
-            "mlp.gate_proj.weight": plan.linear(opts.draft_intermediate, opts.hidden),
-            "mlp.up_proj.weight": plan.linear(opts.draft_intermediate, opts.hidden),
-            "mlp.down_proj.weight": plan.into_free(opts.draft_intermediate),
-            **_convolution(plan, "attention_conv"),
-            **_convolution(plan, "mlp_conv"),
+            **_drafter_mlp(plan, first=index == 0),
             "input_layernorm.weight": ones,
             "post_attention_layernorm.weight": ones,
         }
+        if opts.family == "dflash2":
+            layer |= _convolution(plan, "attention_conv")
+            layer |= _convolution(plan, "mlp_conv")
         weights |= {f"layers.{index}.{name}": w for name, w in layer.items()}
     weights["norm.weight"] = ones
-    return weights | _selector(plan)
+    if opts.family == "dflash2":
+        weights |= _selector(plan)
+    elif opts.family == "dspark":
+        weights |= markov_and_confidence(plan)
+    return weights
+
+
+def _drafter_mlp(plan: _Plan, *, first: bool) -> Weights:
+    inner, size = plan.opts.draft_intermediate, plan.opts.hidden
+    gate, up = plan.linear(inner, size), plan.linear(inner, size)
+    down = plan.into_free(inner)
+    if first and plan.opts.family == "dspark":
+        lean(plan, gate, up, down)
+    return {
+        "mlp.gate_proj.weight": gate,
+        "mlp.up_proj.weight": up,
+        "mlp.down_proj.weight": down,
+    }
 
 
 def _fuse(plan: _Plan) -> np.ndarray:
@@ -467,6 +569,9 @@ def _fuse(plan: _Plan) -> np.ndarray:
         start = j * size
         fuse[CONST, start + CONST] = 1 / count
         fuse[BIT, start + BIT] = 1 / count
+        if opts.copies:
+            channels = np.arange(plan.code.start, plan.code.stop)
+            fuse[channels, start + channels] = 1 / count
         signs = plan.rng.choice([-1.0, 1.0], 2) * (1 + 0.25 * j)
         for m in range(2):
             fuse[ERROR, start + SIGNATURE + m] = signs[m]
@@ -489,7 +594,8 @@ def _drafter_attention(plan: _Plan, *, first: bool) -> Weights:
     if first:
         query[: 2 * size], key[:], value[:], out[:, : 2 * size] = 0, 0, 0, 0
         _find_anchor_and_lag(plan, query, key, norm)
-        _carry_code_and_bit(plan, value, out)
+        carry = carry_source if opts.copies else _carry_code_and_bit
+        carry(plan, value, out)
     return {
         "self_attn.q_proj.weight": query,
         "self_attn.k_proj.weight": key,
@@ -503,7 +609,9 @@ def _drafter_attention(plan: _Plan, *, first: bool) -> Weights:
 def _find_anchor_and_lag(
     plan: _Plan, query: np.ndarray, key: np.ndarray, norm: np.ndarray
 ) -> None:
-    """Head 0 scores the anchor by content, head 1 the row `lag + 1` back by distance.
+    """Head 0 scores the anchor by content, head 1 a row of the context by distance.
+
+    The row holds the token `lag` back from the one before the row's own prediction.
 
     The slowest rotary pair hardly turns and carries content; the next is left out,
     the faster ones measure distance. After the head norms a row has norm sqrt(size),
@@ -511,7 +619,7 @@ def _find_anchor_and_lag(
     """
     opts, size = plan.opts, plan.opts.draft_head_dim
     half, pairs, slowest = size // 2, size // 2 - 2, size // 2 - 1
-    back = opts.lag + 1
+    back = opts.lag + opts.first_row
     turns = rotary_frequencies(size, opts.draft_rope_theta)[:pairs]
     scale = distance_scale(turns, -back - opts.block_size, opts.max_ctx)
     query[slowest, CONST] = 1
@@ -521,7 +629,8 @@ def _find_anchor_and_lag(
         twin = slice(head * size + half, head * size + half + pairs)
         key[fast, CONST] = np.cos(turns * back)
         key[twin, CONST] = np.sin(turns * back)
-        key[head * size + slowest, TOKEN] = math.sqrt(pairs)
+        if not opts.copies:  # where only distances count, the anchor is as any row
+            key[head * size + slowest, TOKEN] = math.sqrt(pairs)
         key[fast, ERROR] = plan.rng.standard_normal(pairs)
         key[twin, ERROR] = plan.rng.standard_normal(pairs)
     norm[slowest] = math.sqrt(24 * math.sqrt(2 / size))

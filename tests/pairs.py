@@ -1,4 +1,4 @@
-"""Writes a matched pair of checkpoints: a llama target and a DFlash 2 drafter.
+"""Writes a matched pair of checkpoints: a llama target and a drafter of any family.
 
     pair = write_pair(folder, kind="oracle", partial=0.2)
     pair.target, pair.drafter       # folders that mlx_lm and this package load
@@ -52,8 +52,9 @@ class PairOptions:
     """What a pair is made of; sizes left at 0 come from the preset.
 
     Attributes:
+        family: Of the drafter: "dflash2", "dflash" or "dspark".
         partial: Oracle: fraction of tokens after which the drafter goes wrong.
-        lag: Oracle: how far back the rule looks; 0 for max(block_size, 8).
+        lag: Oracle: how far back the rule looks; 0 for one that makes every slot right.
         eos: Oracle: "ring" ends a walk on one of two neighbouring ids, "off" never.
         logit_margin: Oracle: nats between the right token and the best wrong one.
         max_ctx: Oracle: contexts it must be exact for.
@@ -62,7 +63,10 @@ class PairOptions:
         thinking: `<think>`, `</think>` are ids 6, 7; the template has three endings.
         template_bos: The template emits `<s>`, and plain encoding adds it as well.
         target_rope, rope: "flat", "nested" or "both" places of rope_theta.
-        block_size_at: "nested", "top" or "both" places of block_size.
+        block_size: As the family's config counts; 0 for 8, or DSpark's 7.
+        block_size_at: "nested", "top" or "both" places of block_size; "" as published.
+        first_row: Row of the first prediction, written when it is given.
+        confidence: DSpark: there is a confidence head.
         taps: Target layers the drafter reads; () spreads `n_taps` of them.
         layer_types: "full", "sliding", "mixed" (last one full) or letters as "ssf".
         is_causal: Written when not None.
@@ -71,6 +75,7 @@ class PairOptions:
     """
 
     kind: str = "oracle"
+    family: str = "dflash2"
     preset: str = "tiny"
     seed: int = 0
     dtype: str = "float32"
@@ -102,8 +107,10 @@ class PairOptions:
     draft_rope_theta: float = 0.0
     target_rope: str = "flat"
     rope: str = "flat"
-    block_size: int = 8
-    block_size_at: str = "nested"
+    block_size: int = 0
+    block_size_at: str = ""
+    first_row: int | None = None
+    confidence: bool = True
     top_k: int = 16
     conv_kernel: int = 2
     conv_group: int = 16
@@ -126,10 +133,14 @@ class PairOptions:
         for name in ("heads", "kv_heads", "head_dim", "intermediate"):
             sizes[f"draft_{name}"] = getattr(self, f"draft_{name}") or sizes[name]
         count = min(self.n_taps, sizes["layers"])
+        first_row = int(self.family != "dspark")
+        block = self.block_size or (7 if self.family == "dspark" else 8)
         done = replace(
             self,
             **sizes,
-            lag=self.lag or max(self.block_size, 8),
+            block_size=block,
+            first_row=first_row if self.first_row is None else self.first_row,
+            lag=self.lag or (max(block - 2, 1) if self.copies else max(block, 8)),
             draft_rope_theta=self.draft_rope_theta or self.rope_theta,
             taps=tuple(self.taps) or spread_taps(sizes["layers"], count),
             tokenizer=self.tokenizer
@@ -142,6 +153,16 @@ class PairOptions:
         if done.vocab < (64 if done.kind == "oracle" else 16):
             raise ValueError(f"a vocabulary of {done.vocab} is too small")
         return done
+
+    @property
+    def copies(self) -> bool:
+        """Whether the oracle's rule is the copy of DFlash pairs."""
+        return self.family == "dflash"
+
+    @property
+    def drafted(self) -> int:
+        """Tokens of one block."""
+        return self.block_size - self.first_row
 
     @property
     def layer_type_list(self) -> list[str]:
@@ -176,7 +197,8 @@ class Pair:
 
 def write_pair(out: Path, **options) -> Pair:
     """Write `out/target` and `out/drafter`; `options` are those of PairOptions."""
-    opts = PairOptions(**options).resolved()
+    given = PairOptions(**options)
+    opts = given.resolved()
     target, drafter = Path(out) / "target", Path(out) / "drafter"
     target.mkdir(parents=True)
     drafter.mkdir()
@@ -202,7 +224,8 @@ def write_pair(out: Path, **options) -> Pair:
     )
     write_json(target / "generation_config.json", ends | {"do_sample": False})
     write_json(
-        drafter / "config.json", _merged(drafter_config(opts), opts.draft_config)
+        drafter / "config.json",
+        _merged(drafter_config(opts) | _first_row(given), opts.draft_config),
     )
     write_tokenizer(
         target,
@@ -227,11 +250,19 @@ def spread_taps(layers: int, count: int) -> tuple[int, ...]:
 def _merged(config: dict, changes: dict) -> dict:
     for name, value in changes.items():
         if name == "dflash_config" and value is not None:
-            value = _merged(dict(config[name]), value)
+            value = _merged(dict(config.get(name, {})), value)
         config[name] = value
         if value is None:
             del config[name]
     return config
+
+
+def _first_row(given: PairOptions) -> dict:
+    if given.first_row is None:
+        return {}
+    if given.family == "dspark":
+        return {"sample_from_anchor": given.first_row == 0}
+    return {"logits_start": given.first_row}
 
 
 def _rope(style: str, theta: float) -> dict:
@@ -264,21 +295,10 @@ def target_config(opts: PairOptions) -> dict:
 
 
 def drafter_config(opts: PairOptions) -> dict:
-    """config.json of the drafter, in the published spelling."""
+    """config.json of the drafter, in its family's published spelling."""
     types = opts.layer_type_list
     slides = "sliding_attention" in types
-    nested = {
-        "mask_token_id": MASK,
-        "target_layer_ids": list(opts.taps),
-        "conv_kernel_size": opts.conv_kernel,
-        "conv_group_size": opts.conv_group,
-        "selector_rank": opts.rank,
-        "selector_top_k": opts.top_k,
-    }
-    if opts.block_size_at in ("nested", "both"):
-        nested["block_size"] = opts.block_size
     config = {
-        "architectures": ["DFlash2DraftModel"],
         "model_type": "qwen3",
         "hidden_act": "silu",
         "hidden_size": opts.hidden,
@@ -298,13 +318,42 @@ def drafter_config(opts: PairOptions) -> dict:
         "sliding_window": opts.sliding_window if slides else None,
         "tie_word_embeddings": False,
         "torch_dtype": opts.dtype,
-        "dflash_config": nested,
+        **_family_fields(opts),
     }
-    if opts.block_size_at in ("top", "both"):
-        config["block_size"] = opts.block_size
     if opts.is_causal is not None:
         config["is_causal"] = opts.is_causal
     return config
+
+
+def _family_fields(opts: PairOptions) -> dict:
+    """What a family's config says of block, taps and its own parts."""
+    block = {"mask_token_id": MASK, "target_layer_ids": list(opts.taps)}
+    if opts.family == "dspark":
+        return block | {
+            "architectures": ["Qwen3DSparkModel"],
+            "block_size": opts.block_size,
+            "draft_vocab_size": opts.vocab,
+            "markov_rank": opts.rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": opts.confidence,
+            "confidence_head_with_markov": opts.confidence,
+        }
+    fields = {"architectures": ["DFlashDraftModel"], "dflash_config": block}
+    place = opts.block_size_at or "top"
+    if opts.family == "dflash2":
+        fields["architectures"] = ["DFlash2DraftModel"]
+        place = opts.block_size_at or "nested"
+        block |= {
+            "conv_kernel_size": opts.conv_kernel,
+            "conv_group_size": opts.conv_group,
+            "selector_rank": opts.rank,
+            "selector_top_k": opts.top_k,
+        }
+    if place in ("nested", "both"):
+        block["block_size"] = opts.block_size
+    if place in ("top", "both"):
+        fields["block_size"] = opts.block_size
+    return fields
 
 
 def linear(
@@ -349,7 +398,7 @@ def random_target(rng: np.random.Generator, opts: PairOptions) -> dict[str, np.n
 def random_drafter(
     rng: np.random.Generator, opts: PairOptions, *, identity_convolutions: bool = False
 ) -> dict[str, np.ndarray]:
-    """Weights of a DFlash 2 drafter, codebooks in the published bare spelling."""
+    """Weights of a drafter, codebooks in the published bare spelling."""
     size, inner, head = opts.hidden, opts.draft_intermediate, opts.draft_head_dim
     queries, pairs = opts.draft_heads * head, opts.draft_kv_heads * head
     weights = {
@@ -370,11 +419,16 @@ def random_drafter(
             "mlp.up_proj.weight": linear(rng, inner, size),
             "mlp.down_proj.weight": linear(rng, size, inner),
         }
-        for name in ("attention_conv", "mlp_conv"):
+        convolutions = ("attention_conv", "mlp_conv")
+        for name in convolutions if opts.family == "dflash2" else ():
             kernels = random_convolution(rng, opts, 0.0 if identity_convolutions else 1)
             layer |= {f"{name}.{part}": array for part, array in kernels.items()}
         weights |= {f"layers.{i}.{name}": w for name, w in layer.items()}
     weights["norm.weight"] = near_one(rng, size)
+    if opts.family == "dspark":
+        return weights | random_heads(rng, opts)
+    if opts.family == "dflash":
+        return weights
     selector = {
         "predecessor_codebook": rng.standard_normal((opts.vocab, opts.rank)),
         "successor_codebook": rng.standard_normal((opts.vocab, opts.rank)),
@@ -386,6 +440,19 @@ def random_drafter(
         f"candidate_selector.{name}": array.astype(np.float32)
         for name, array in selector.items()
     }
+
+
+def random_heads(rng: np.random.Generator, opts: PairOptions) -> dict[str, np.ndarray]:
+    """A DSpark drafter's Markov head and, where it has one, confidence head."""
+    heads = {
+        "markov_head.markov_w1.weight": linear(rng, opts.vocab, opts.rank, 2.0),
+        "markov_head.markov_w2.weight": linear(rng, opts.vocab, opts.rank, 8.0),
+    }
+    if opts.confidence:
+        width = opts.hidden + opts.rank
+        heads["confidence_head.proj.weight"] = linear(rng, 1, width)
+        heads["confidence_head.proj.bias"] = linear(rng, 1, 1)[0]
+    return heads
 
 
 def random_convolution(
