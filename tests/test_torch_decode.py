@@ -37,7 +37,7 @@ class Scripted:
         assert features.shape[-1] == 128
         context.length += features.shape[1]
 
-    def propose(self, anchor, target, context, *, temperature, generator):
+    def propose(self, anchor, target, context, **_):
         self.calls += 1
         index = context.length - self.start  # of the anchor among the emitted tokens
         assert self.tokens[index] == anchor

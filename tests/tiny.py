@@ -2,7 +2,7 @@
 
 Numbers are float32 arrays under the published names, drawn with a fixed seed: norms
 1 + 0.2 N, linear weights 1.3 N / sqrt(fan-in), convolution bases identity + 0.3 N,
-embeddings and codebooks N. N is the standard normal distribution.
+embeddings, codebooks and Markov tables N. N is the standard normal distribution.
 """
 
 import copy
@@ -13,11 +13,12 @@ import numpy as np
 
 from mlx_dflash2.checkpoint import Source
 from mlx_dflash2.config import FULL, SLIDING, DrafterConfig
-from mlx_dflash2.families import DFlash2Config
+from mlx_dflash2.families import FAMILIES
 from mlx_dflash2.names import expected_shapes
 
 Numbers = dict[str, np.ndarray]
 
+KINDS = {family.kind: family for family in FAMILIES}
 WINDOW = 12
 LAYER_TYPES = {
     "full": [FULL, FULL],
@@ -26,7 +27,6 @@ LAYER_TYPES = {
 }
 
 DRAFTER = {
-    "architectures": ["DFlash2DraftModel"],
     "model_type": "qwen3",
     "hidden_size": 64,
     "num_hidden_layers": 2,
@@ -38,14 +38,34 @@ DRAFTER = {
     "rms_norm_eps": 1e-6,
     "rope_parameters": {"rope_theta": 5e6, "rope_type": "default"},
     "num_target_layers": 4,
-    "dflash_config": {
+}
+COMMON = {"mask_token_id": 255, "target_layer_ids": [0, 2]}
+OWN = {  # what each family's config.json has of its own; seven tokens a block
+    "dflash2": {
+        "architectures": ["DFlash2DraftModel"],
+        "dflash_config": COMMON
+        | {
+            "block_size": 8,
+            "conv_kernel_size": 2,
+            "conv_group_size": 16,
+            "selector_rank": 8,
+            "selector_top_k": 4,
+        },
+    },
+    "dflash": {
+        "architectures": ["DFlashDraftModel"],
         "block_size": 8,
-        "mask_token_id": 255,
-        "target_layer_ids": [0, 2],
-        "conv_kernel_size": 2,
-        "conv_group_size": 16,
-        "selector_rank": 8,
-        "selector_top_k": 4,
+        "dflash_config": COMMON,
+    },
+    "dspark": COMMON
+    | {
+        "architectures": ["Qwen3DSparkModel"],
+        "block_size": 7,
+        "markov_rank": 8,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        "dflash_config": {},
     },
 }
 
@@ -68,17 +88,18 @@ TARGET = {
 }
 
 
-def drafter_raw(kind: str = "full", **changes) -> dict:
+def drafter_raw(layers: str = "full", family: str = "dflash2", **changes) -> dict:
     """A drafter's config.json.
 
     Args:
-        kind: A key of LAYER_TYPES.
+        layers: A key of LAYER_TYPES.
+        family: A key of OWN.
         changes: Fields to set; those of `dflash_config` by their own name, and
             softcap, multiplier and embedding scale go there too.
     """
-    raw = copy.deepcopy(DRAFTER)
-    raw["layer_types"] = LAYER_TYPES[kind]
-    if kind != "full":
+    raw = copy.deepcopy(DRAFTER | OWN[family])
+    raw["layer_types"] = LAYER_TYPES[layers]
+    if layers != "full":
         raw["sliding_window"] = WINDOW
     nested = {
         *raw["dflash_config"],
@@ -89,8 +110,10 @@ def drafter_raw(kind: str = "full", **changes) -> dict:
     return raw
 
 
-def drafter_config(kind: str = "full", **changes) -> DrafterConfig:
-    return DFlash2Config.from_dict(drafter_raw(kind, **changes))
+def drafter_config(
+    layers: str = "full", family: str = "dflash2", **changes
+) -> DrafterConfig:
+    return KINDS[family].from_dict(drafter_raw(layers, family, **changes))
 
 
 def drafter_numbers(config: DrafterConfig, seed: int = 0) -> Numbers:
@@ -110,7 +133,7 @@ def _draw(generator: np.random.Generator, name: str, shape: tuple) -> np.ndarray
         identity = np.zeros(shape, np.float32)
         identity[:, 0] = 1
         return identity + np.float32(0.3) * noise
-    if "codebook" in name or "embed_tokens" in name:
+    if "codebook" in name or "embed_tokens" in name or "markov" in name:
         return noise
     return noise * np.float32(1.3 / np.sqrt(shape[-1]))
 
@@ -165,9 +188,7 @@ def torch_drafter(config: DrafterConfig, numbers: Numbers, **own):
     """A torch drafter; `own` as its constructor takes it."""
     import torch
 
-    from mlx_dflash2.torch.dflash2 import DFlash2Drafter
-
-    drafter = DFlash2Drafter(config, **own)
+    drafter = config.network("mlx_dflash2.torch")(config, **own)
     drafter.load_state_dict({n: torch.from_numpy(a) for n, a in numbers.items()})
     return drafter.requires_grad_(False).eval()
 
@@ -193,9 +214,7 @@ def mlx_drafter(config: DrafterConfig, numbers: Numbers, **own):
     """An MLX drafter; `own` as its constructor takes it."""
     import mlx.core as mx
 
-    from mlx_dflash2.dflash2 import DFlash2Drafter
-
-    drafter = DFlash2Drafter(config, **own)
+    drafter = config.network("mlx_dflash2")(config, **own)
     drafter.load_weights([(n, mx.array(a)) for n, a in numbers.items()], strict=True)
     return drafter
 

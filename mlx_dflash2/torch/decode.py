@@ -40,6 +40,21 @@ class Decoded:
     stats: AcceptanceStats
 
 
+@dataclass(frozen=True)
+class Drafting:
+    """How a run drafts.
+
+    Attributes:
+        limit: Tokens verified in a cycle at most; 0 decodes plainly.
+        temperature: Of the draws; 0 takes the best token of each slot.
+        confidence_threshold: Cut a proposal before the first less certain slot.
+    """
+
+    limit: int
+    temperature: float = 0.0
+    confidence_threshold: float = 0.0
+
+
 def decode(
     target: Target,
     drafter: Drafter | None,
@@ -49,6 +64,8 @@ def decode(
     eos: Collection[int] | None = None,
     sampling: SamplingConfig | None = None,
     num_draft_tokens: int | None = None,
+    draft_sampling: str | None = None,
+    confidence_threshold: float = 0.0,
     prefill_step: int = 2048,
 ) -> Decoded:
     """Decode after `prompt`, by cycles with a drafter, token by token without.
@@ -62,23 +79,32 @@ def decode(
         sampling: None takes the most likely token.
         num_draft_tokens: Verify at most this many per cycle; 0 decodes plainly, None
             verifies all that a block drafts.
+        draft_sampling: At a temperature above 0, "sample" draws drafted tokens and
+            "argmax" takes the best; both are exact. None is the family's choice.
+        confidence_threshold: Cut a proposal before the first slot less certain than
+            this; for drafters with a confidence head.
         prefill_step: Prompt tokens per forward.
 
     Raises:
         DFlash2Error: A value is out of its range.
     """
-    limit = _draft_limit(drafter, num_draft_tokens)
+    sampling = sampling or SamplingConfig()
+    drafting = Drafting(
+        _draft_limit(drafter, num_draft_tokens),
+        _draft_temperature(drafter, draft_sampling, sampling),
+        _confidence_threshold(drafter, confidence_threshold),
+    )
     _check_request(target, prompt, max_tokens, prefill_step)
     ends = target.eos_token_ids if eos is None else frozenset(eos)
     with torch.no_grad():
-        run = _Run(target, drafter if limit else None, sampling or SamplingConfig())
+        run = _Run(target, drafter if drafting.limit else None, sampling, drafting)
         tokens = [run.prefill(prompt, prefill_step)]
         stats = AcceptanceStats()
         while tokens[-1] not in ends and len(tokens) < max_tokens:
-            drafts = min(limit, max_tokens - len(tokens) - 1)
+            drafts = min(drafting.limit, max_tokens - len(tokens) - 1)
             drafted, verdict = run.cycle(tokens[-1], drafts)
             emitted = _through_end([*drafted[: verdict.accepted], verdict.bonus], ends)
-            if limit:
+            if drafting.limit:
                 stats.record_cycle(len(drafted), verdict.accepted, len(emitted))
             else:
                 stats.plain_steps += 1
@@ -90,9 +116,14 @@ class _Run:
     """One sequence: the target's cache, the drafter's context, the random draws."""
 
     def __init__(
-        self, target: Target, drafter: Drafter | None, sampling: SamplingConfig
+        self,
+        target: Target,
+        drafter: Drafter | None,
+        sampling: SamplingConfig,
+        drafting: Drafting,
     ):
-        self.target, self.drafter, self.sampling = target, drafter, sampling
+        self.target, self.drafter = target, drafter
+        self.sampling, self.drafting = sampling, drafting
         self.taps = drafter.config.target_layer_ids if drafter else ()
         self.cache = target.make_cache()
         self.context = drafter.make_context() if drafter else None
@@ -128,8 +159,9 @@ class _Run:
             anchor,
             self.target,
             self.context,
-            temperature=self.sampling.temperature,
+            temperature=self.drafting.temperature,
             generator=self.generator,
+            confidence_threshold=self.drafting.confidence_threshold,
         )
 
     def _forward(
@@ -179,6 +211,33 @@ def _draft_limit(drafter: Drafter | None, asked: int | None) -> int:
         raise DFlash2Error(
             f"num_draft_tokens is {asked}, but the drafter's block drafts {trained}; "
             f"expected 0 to {trained}"
+        )
+    return asked
+
+
+def _draft_temperature(
+    drafter: Drafter | None, asked: str | None, sampling: SamplingConfig
+) -> float:
+    if asked not in (None, "sample", "argmax"):
+        raise DFlash2Error(
+            f"draft_sampling is {asked!r}, expected 'sample' or 'argmax'"
+        )
+    if drafter is None:
+        return 0.0
+    drawn = (asked or drafter.config.draft_sampling) == "sample"
+    return sampling.temperature if drawn else 0.0
+
+
+def _confidence_threshold(drafter: Drafter | None, asked: float) -> float:
+    if not 0 <= asked <= 1:
+        raise DFlash2Error(
+            f"confidence_threshold is {asked!r}, expected a number from 0 to 1"
+        )
+    sure = drafter is None or getattr(drafter.config, "has_confidence", False)
+    if asked > 0 and not sure:
+        raise DFlash2Error(
+            f"confidence_threshold is {asked}, but this {drafter.config.title} drafter "
+            "has no confidence head"
         )
     return asked
 
