@@ -9,7 +9,7 @@ import pytest
 from command_line import answer, assert_refused, generate, models, run
 from pair_files import EOS, EOS2
 
-from mlx_dflash2.cli import DRAFTER, TARGET
+from mlx_dflash2.cli import TARGET
 from mlx_dflash2.verify import Comparison
 
 KEYS = {
@@ -24,6 +24,9 @@ KEYS = {
     "peak_memory_bytes": int,
     "model": str,
     "draft_model": str,
+    "draft_kind": str,
+    "block_size": int,
+    "num_draft_tokens": int,
     "revision": None,
     "draft_revision": None,
     "thinking": str,
@@ -87,6 +90,8 @@ def test_the_json_object_has_the_promised_keys(oracle):
     assert_shape(found["timing"], TIMING)
     assert set(found["versions"]) == {"mlx-dflash2", "mlx", "mlx-lm", "transformers"}
     assert found["engine"] == "speculative"
+    assert found["draft_kind"] == "dflash2"
+    assert (found["block_size"], found["num_draft_tokens"]) == (8, 7)
     assert found["stats"]["accepted_per_cycle"] == [7, 7, 2]
     assert found["stats"]["emitted_per_cycle"] == [8, 8, 3]
     assert found["stats"]["drafted"] == 16
@@ -562,7 +567,7 @@ def test_an_interrupt_gives_out_a_held_back_partial_match(oracle, monkeypatch):
 def test_help_names_the_defaults():
     text = run("generate", "--help").stdout
     words = " ".join(text.split())
-    assert f"default: {TARGET}" in words and f"default: {DRAFTER} for {TARGET}" in words
+    assert f"default: {TARGET}" in words and "[default: auto]" in words
     for flag in ("256", "2048", "5000", "1.0", "0.1", "20", "64"):
         assert f"[default: {flag}" in words
     assert run("generate", "-h").stdout == text
@@ -577,7 +582,7 @@ def test_a_long_prompt_is_fine(oracle):
 
 
 def test_the_progress_bar_gives_the_cursor_back(monkeypatch):
-    from mlx_dflash2.commands import _Progress
+    from mlx_dflash2.commands.generate import _Progress
 
     class Terminal(io.StringIO):
         def isatty(self):

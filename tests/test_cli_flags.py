@@ -386,7 +386,7 @@ def test_verbose_is_a_switch_that_says_what_was_loaded(oracle):
     assert "Target: " not in quiet.stderr and "per cycle" not in quiet.stderr
 
 
-def test_the_default_pair_is_minicpm5_and_its_drafter(monkeypatch):
+def test_the_default_pair_is_minicpm5_and_its_strongest_drafter(monkeypatch):
     import mlx_dflash2.loading as loading
 
     asked = []
@@ -401,17 +401,73 @@ def test_the_default_pair_is_minicpm5_and_its_drafter(monkeypatch):
         raise cli.DFlash2Error("far enough")
 
     monkeypatch.setattr(loading, "load_drafter", stop)
-    assert_refused(run("generate", "a", "--revision", "r", "--draft-revision", "d"))
+    result = run("generate", "a", "--revision", "r", "--draft-revision", "d")
+    assert result.exit_code == 2
+    assert result.stderr == (
+        "Drafter: openbmb/MiniCPM5-2B-DSpark (dspark) for openbmb/MiniCPM5-2B\n"
+        "Error: far enough\n"
+    )
     assert asked == [
         ("openbmb/MiniCPM5-2B", {"revision": "r", "offline": False}),
         (
-            "applepie69/MiniCPM5-2B-DFlash2",
-            {"revision": "d", "offline": False, "bits": None},
+            "openbmb/MiniCPM5-2B-DSpark",
+            {"revision": "d", "offline": False, "bits": None, "kind": None},
         ),
     ]
 
 
 def test_another_target_needs_its_drafter_named(oracle):
     result = run("generate", "a", "--model", oracle.target)
-    assert_refused(result, "no drafter is known", "--draft-model", "--plain")
-    assert_refused(run("generate", "a", "--model", "openbmb/MiniCPM5-2B-SFT"), "SFT")
+    assert_refused(result, "no published drafter is known", "--draft-model", "--plain")
+    base = run("generate", "a", "--model", "openbmb/MiniCPM5-2B-Base")
+    assert_refused(base, "MiniCPM5-2B-Base", "no published drafter is known")
+
+
+@concerns("draft_kind")
+@pytest.mark.parametrize("family", ["dflash2", "dflash", "dspark"])
+def test_a_draft_kind_is_what_must_be_found(pair, family):
+    made = pair("random", family=family)
+    flags = "a", "-m", 4, "--json"
+    found = run("generate", *models(made), *flags, "--draft-kind", family)
+    assert json.loads(found.stdout)["draft_kind"] == family
+    other = {"dflash2": "dflash", "dflash": "dspark", "dspark": "dflash2"}[family]
+    result = run("generate", *models(made), *flags, "--draft-kind", other)
+    assert_refused(result, f"({family})", f"but {other} was expected")
+
+
+@concerns("draft_sampling")
+def test_draft_sampling_changes_the_draws_and_not_greedy_text(pair):
+    made = pair("random", family="dspark", vocab=64)
+    draw, best = ("--draft-sampling", "sample"), ("--draft-sampling", "argmax")
+    hot = "a", "-m", 40, "--temp", 1, "--seed", 3
+    drawn, certain = answer(made, *hot, *draw), answer(made, *hot, *best)
+    assert answer(made, *hot)["tokens"] == drawn["tokens"]  # the family's own way
+    assert drawn["stats"] != certain["stats"]
+    greedy = [answer(made, "a", "-m", 12, *how)["tokens"] for how in (draw, best, ())]
+    assert greedy[0] == greedy[1] == greedy[2]
+
+
+@concerns("confidence_threshold")
+def test_a_confidence_threshold_cuts_and_changes_no_text(pair):
+    made = pair(family="dspark", partial=0.3, eos="off")
+    whole, cut = (
+        answer(made, "a", "-m", 60, "--confidence-threshold", threshold)
+        for threshold in (0, 0.5)
+    )
+    assert cut["tokens"] == whole["tokens"]
+    assert cut["stats"]["accepted_per_cycle"] == whole["stats"]["accepted_per_cycle"]
+    assert cut["stats"]["drafted"] == cut["stats"]["accepted"]
+    assert whole["stats"]["drafted"] > whole["stats"]["accepted"]
+
+
+@pytest.mark.parametrize("options", [{}, {"family": "dflash"}, {"family": "dspark"}])
+def test_a_confidence_threshold_needs_a_confidence_head(pair, options):
+    made = pair("random", confidence=False, **options)
+    result = generate(made, "a", "--confidence-threshold", 0.5)
+    assert_refused(result, "confidence_threshold is 0.5", "no confidence head")
+
+
+@pytest.mark.parametrize("flag", ["--confidence-threshold", "--draft-sampling"])
+def test_drafting_flags_take_what_they_say(oracle, flag):
+    assert_refused(generate(oracle, "a", flag, "2"), flag)
+    assert answer(oracle, "a", "-m", 3, "--confidence-threshold", 0)["tokens"]

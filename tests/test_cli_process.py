@@ -100,10 +100,13 @@ def python(*arguments):
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["--version"], ["-h"], ["generate", "-h"], ["convert", "--help"]],
+    [
+        *(["--help"], ["--version"], ["-h"], ["generate", "-h"], ["convert", "--help"]),
+        *(["doctor", "-h"], ["models", "-h"], ["models"], ["models", "--json"]),
+    ],
     ids=" ".join,
 )
-def test_help_and_version_import_no_backend(arguments):
+def test_help_version_and_models_import_no_backend(arguments):
     code = (
         "import sys\nfrom mlx_dflash2.cli import main\n"
         "try: main(sys.argv[1:])\nexcept SystemExit as end: assert not end.code\n"

@@ -124,7 +124,7 @@ def test_a_target_and_drafter_of_one_repository_share_its_files(
     used.add("maker/both", folder)
     # The target is no drafter: what counts is that its files came once.
     result = run("generate", "a", "--model", "maker/both", "--drafter", "maker/both")
-    assert_refused_with_progress(result, "models--maker--both", "DFlash2DraftModel")
+    assert_refused_with_progress(result, "models--maker--both", "LlamaForCausalLM")
     assert set(used.downloads().values()) == {1}
 
 
