@@ -105,7 +105,7 @@ loaded = [name for name in sys.modules if name.split(".")[0] in ("mlx", "mlx_lm"
 assert "mlx_dflash2.torch.drafter" in sys.modules
 assert not loaded, loaded
 ours = [name for name in sys.modules if name.startswith("mlx_dflash2.")]
-allowed = {"torch", "checkpoint", "config", "errors", "names", "stats"}
+allowed = {"torch", "checkpoint", "config", "errors", "families", "names", "stats"}
 assert {name.split(".")[1] for name in ours} <= allowed, ours
 """
     done = subprocess.run(
