@@ -113,9 +113,9 @@ def diagnose(
 ) -> Diagnosis:
     """Measure the configured reading and its near misses on the same blocks.
 
-    The target writes `tokens` greedy tokens after each prompt. Every `stride`-th of
-    them serves as an anchor; a drafted token is accepted as far as the block agrees
-    with what the target wrote, as in decoding.
+    The target writes greedy tokens after each prompt. Of the first `tokens`, every
+    `stride`-th serves as an anchor; a drafted token is accepted as far as the block
+    agrees with what the target wrote, as in decoding.
 
     Args:
         prompts: Token ids.
@@ -125,14 +125,16 @@ def diagnose(
     accepted: list[list[int]] = [[] for _ in readings]
     drafters = [_read_as(drafter, reading) for reading in readings]
     taps = sorted({tap for r in readings for tap in r.config.target_layer_ids})
+    anchors = range(0, tokens, stride)
+    widest = max(reading.config.num_draft_tokens for reading in readings)
     for prompt in prompts:
-        written = _continuation(target, list(prompt), tokens)
+        written = _continuation(target, list(prompt), tokens + widest)
         sequence = mx.array([[*prompt, *written]])
         _, features = target.forward(sequence, target.make_cache(), taps)
         for number, reading in enumerate(readings):
             seen = _select(features, taps, reading.config.target_layer_ids)
             accepted[number] += _accepted(
-                target, drafters[number], seen, list(prompt), written, stride
+                target, drafters[number], seen, len(prompt), written, anchors
             )
     scores = [
         Score(reading, tuple(counts))
@@ -152,18 +154,23 @@ def _accepted(
     target: Target,
     drafter: Drafter,
     features: mx.array,
-    prompt: list[int],
+    start: int,
     written: list[int],
-    stride: int,
+    anchors: range,
 ) -> list[int]:
-    """Accepted drafted tokens at every `stride`-th written token as the anchor."""
+    """Accepted drafted tokens after each anchor.
+
+    Args:
+        features: Of prompt and written tokens. Shape: (1, S, T*D).
+        start: Length of the prompt.
+        anchors: Indices into `written`.
+    """
     context, committed, counts = drafter.make_context(), 0, []
-    width = min(drafter.config.num_draft_tokens, len(written) - 1)
-    for index in range(0, len(written) - width, stride):
-        anchor = len(prompt) + index
+    for index in anchors:
+        anchor = start + index
         drafter.extend(features[:, committed:anchor], context)
         committed = anchor
-        proposal = drafter.propose(written[index], target, context, count=width)
+        proposal = drafter.propose(written[index], target, context)
         drafted = proposal.tokens.tolist()
         agrees = [a == b for a, b in zip(drafted, written[index + 1 :], strict=False)]
         counts.append((agrees + [False]).index(False))

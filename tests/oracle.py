@@ -572,7 +572,8 @@ def _fuse(plan: _Plan) -> np.ndarray:
         if opts.copies:
             channels = np.arange(plan.code.start, plan.code.stop)
             fuse[channels, start + channels] = 1 / count
-        signs = plan.rng.choice([-1.0, 1.0], 2) * (1 + 0.25 * j)
+        # Unequal weights: what differs in both channels must not cancel.
+        signs = plan.rng.choice([-1.0, 1.0], 2) * (1 + 0.25 * j) * (1, 1.5)
         for m in range(2):
             fuse[ERROR, start + SIGNATURE + m] = signs[m]
             fuse[ERROR, start + CONST] -= signs[m] * plan.signatures[tap + 1, m]
