@@ -3,7 +3,7 @@
 import importlib
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -27,6 +27,7 @@ class DrafterConfig:
     Attributes:
         explicit_first_row: The config says which row is first; else the family does.
         rope_scaling: yarn's parameters; None for plain rotary positions.
+        read_from: The dotted places of config.json the fields were found in.
     """
 
     kind: ClassVar[str]  # the family's name on the command line
@@ -65,6 +66,7 @@ class DrafterConfig:
     final_logit_softcapping: float = 0.0
     input_embedding_scale: float = 1.0
     quantization: dict | None = None
+    read_from: tuple[str, ...] = field(default=(), compare=False, repr=False)
 
     @classmethod
     def from_dict(cls, raw: dict, *, where: str = "config.json") -> Self:
@@ -129,7 +131,7 @@ class DrafterConfig:
             **cls.own_fields(read),
         )
         config.check(where)
-        return config
+        return replace(config, read_from=tuple(read.found))
 
     @classmethod
     def network(cls, package: str) -> type:
@@ -275,6 +277,7 @@ class ConfigReader:
 
     def __init__(self, raw: dict, where: str):
         self.raw, self.where = raw, where
+        self.found: dict[str, None] = {}  # places that held a value, in order
 
     def fail(self, message: str) -> DFlash2Error:
         return DFlash2Error(f"{self.where}: {message}")
@@ -289,6 +292,7 @@ class ConfigReader:
     def find(self, *places: str) -> tuple[str, Any]:
         """The one value found and its place; None and the first place without one."""
         found = [(p, v) for p in places if (v := self.at(p)) is not None]
+        self.found |= dict.fromkeys(place for place, _ in found)
         for place, value in found[1:]:
             first, known = found[0]
             if value != known:

@@ -90,6 +90,7 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
         "revision": target.source.revision,
         "draft_model": drafter.source.name,
         "draft_revision": drafter.source.revision,
+        "draft_folder": str(drafter.source.folder),
         "reading": _reading(drafter),
         "memory_needed": needed,
         "accepted_per_block": diagnosis.configured.mean,
@@ -124,6 +125,7 @@ def _reading(drafter) -> dict[str, Any]:
         "sliding_window": config.sliding_window,
         "causal_layers": causal,
         "dtype": str(drafter.dtype).removeprefix("mlx.core."),
+        "read_from": list(config.read_from),
         "quantization": config.quantization,
     }
 
@@ -182,6 +184,7 @@ def _pair_lines(pair: dict[str, Any]) -> list[str]:
     lines = [f"Target: {pair['model']}", f"Drafter: {pair['draft_model']}"]
     for name, value in pair["reading"].items():
         lines.append(f"  {name}: {json.dumps(value)}")
+    lines[2:2] = [f"  read from {pair['draft_folder']}/config.json:"]
     lines.append(f"Weights: {pair['memory_needed'] / 1e9:.2f} GB")
     lines.append(f"Accepted per block as configured: {pair['accepted_per_block']:.3f}")
     for miss in pair["near_misses"]:
