@@ -386,7 +386,7 @@ class _Plan:
 
     def margins(self) -> dict[str, float]:
         room = float(len(self.free))
-        if self.opts.copies:
+        if self.opts.family != "dflash2":  # only a selector has a set of candidates
             return {"target_token_drop": self.drop, "unused_channels": room}
         ordered = np.sort(self.set_scores)[::-1]
         inside = self.set_scores[1 : self.reach + 1]
