@@ -10,7 +10,7 @@ import click
 from ..errors import DFlash2Error
 from .drafters import load_named_drafter, name_drafter
 
-HEALTHY, DOUBTFUL, BROKEN = 0, 1, 2
+HEALTHY, DOUBTFUL = 0, 1  # a pair that cannot run is an error, which ends with 2
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "A train leaves at 9:40 and arrives at 13:05. How long was the journey?",
@@ -147,10 +147,11 @@ def _pair_doubts(diagnosis, needed: int, free: int | None) -> list[str]:
             "are free"
         )
     if better is not None:
+        field = better.reading.field
+        cause = "the stored type loses" if field == "dtype" else "config.json is wrong"
         doubts.append(
-            f"{better.reading.field} {better.reading.value} accepts {better.mean:.2f} "
-            f"tokens a block, the configured reading {configured.mean:.2f}: "
-            "config.json may be wrong there"
+            f"{field} {better.reading.value} accepts {better.mean:.2f} tokens a block, "
+            f"the configured reading {configured.mean:.2f}: probably {cause} there"
         )
     elif configured.mean < 0.05:
         doubts.append(
