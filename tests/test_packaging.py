@@ -127,7 +127,13 @@ def test_importing_needs_no_backend(module):
     assert loaded_by(f"import {module}", HEAVY) == []
 
 
-@pytest.mark.parametrize("module", ["config", "errors", "stats", "names", "checkpoint"])
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("config", "errors", "stats", "names", "checkpoint", "pairs"),
+        *("families", "families.dflash", "families.dflash2", "families.dspark"),
+    ],
+)
 def test_what_both_backends_share_imports_neither(module):
     assert loaded_by(f"import mlx_dflash2.{module}", HEAVY) == []
 

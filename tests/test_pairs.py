@@ -33,8 +33,11 @@ def greedy(folder, prompt, count, ends=frozenset()):
         {"dtype": "bfloat16", "seed": 3},
         {"tied": True, "hidden": 160},
         {"rope_theta": 5e6, "partial": 0.3},
+        {"family": "dspark"},
+        {"family": "dflash", "partial": 0.3},
+        {"family": "dflash", "lag": 2, "seed": 2},
     ],
-    ids=["plain", "bfloat16", "tied", "theta"],
+    ids=["plain", "bfloat16", "tied", "theta", "dspark", "dflash", "lag"],
 )
 @pytest.mark.parametrize("length", [9, 40, 300])
 def test_mlx_lm_decodes_the_walk_on_paper(pair, options, length):
@@ -89,11 +92,47 @@ def test_a_random_pair_follows_its_whole_context(pair):
     assert gap > 1e-3
 
 
+def test_a_copy_steps_every_token_of_the_last_ones_once(pair):
+    oracle = pair(family="dflash", eos="off", lag=2).oracle
+    prompt = oracle.prompt(9)
+    order, place = oracle.ring.order, oracle.ring.place
+    once = [int(order[(place[token] + 1) % len(order)]) for token in prompt[-3:]]
+    assert oracle.walk(prompt, 3) == once
+    assert oracle.walk(prompt, 6)[3:] == oracle.walk(once * 2, 3)
+
+
+def test_a_dflash_block_is_right_up_to_the_lag_and_the_anchor(pair):
+    oracle = pair(family="dflash", eos="off", lag=2).oracle
+    assert oracle.cycles(oracle.prompt(9), 9) == [3, 3]
+    bad = pair(family="dflash", eos="off", partial=0.5).oracle
+    prompt = bad.prompt(40)
+    walk = prompt + bad.walk(prompt, 60)
+    at = len(prompt) + 1
+    for accepted in bad.cycles(prompt, 60):
+        assert not any(
+            bad.ring.bad[walk[at + i - 1 - bad.lag]] for i in range(accepted)
+        )
+        if accepted < 7 and at + accepted + 1 < len(walk):
+            assert bad.ring.bad[walk[at + accepted - 1 - bad.lag]]
+        at += accepted + 1
+
+
+def test_a_cut_cycle_drafts_only_what_is_right(pair):
+    oracle = pair(family="dspark", eos="off", partial=0.5).oracle
+    prompt = oracle.prompt(40)
+    cut = oracle.cut_cycles(prompt, 60)
+    assert all(drafted == accepted for drafted, accepted in cut)
+    assert [accepted for _, accepted in cut] == oracle.cycles(prompt, 60)
+    assert (0, 0) in cut[:-1]
+
+
+@pytest.mark.parametrize("family", ["dflash2", "dflash", "dspark"])
 @pytest.mark.parametrize("kind", ["oracle", "random"])
 @pytest.mark.parametrize("shards", [1, 3])
-def test_both_kinds_have_the_published_tensors(pair, kind, shards):
-    made = pair(kind, draft_shards=shards, layer_types="mixed")
-    config = read_drafter_config(made.drafter)
+def test_every_pair_has_the_published_tensors(pair, kind, shards, family):
+    made = pair(kind, draft_shards=shards, layer_types="mixed", family=family)
+    config = read_drafter_config(made.drafter, kind=family)
+    assert config.num_draft_tokens == made.options.drafted == 7
     stored = stored_tensors(made.drafter)
     names = published_names(stored, where="drafter")
     assert all(stored_name == name for stored_name, name in names.items())
@@ -188,8 +227,15 @@ def test_special_ids_are_where_the_configs_say(pair):
 
 @pytest.mark.parametrize(
     "options",
-    [{"vocab": 32}, {"top_k": 8}, {"lag": 3}, {"rank": 8}, {"tied": True}],
-    ids=lambda options: next(iter(options)),
+    [
+        *({"vocab": 32}, {"top_k": 8}, {"lag": 3}, {"rank": 8}, {"tied": True}),
+        {"family": "dspark", "dtype": "bfloat16"},
+        {"family": "dspark", "rank": 16},
+        {"family": "dspark", "lag": 6},
+        {"family": "dflash", "tied": True, "hidden": 160},
+        {"family": "dflash", "draft_head_dim": 16},
+    ],
+    ids=lambda options: ",".join(f"{k}={v}" for k, v in options.items()),
 )
 def test_sizes_without_room_for_an_oracle_are_refused(tmp_path, options):
     with pytest.raises(ValueError):

@@ -4,10 +4,11 @@ import json
 import shutil
 from dataclasses import replace
 
+import mlx.core as mx
 import pytest
 
 from mlx_dflash2.loading import load_drafter, load_target
-from mlx_dflash2.probe import Score, diagnose, near_misses
+from mlx_dflash2.probe import Score, _read_as, diagnose, near_misses
 
 FAMILIES = ("dflash2", "dflash", "dspark")
 TAPS = {"layers": 6, "taps": (1, 3)}
@@ -140,6 +141,32 @@ def test_a_near_miss_differs_in_one_field(pair):
         back = {} if name is None else {name: getattr(config, name)}
         assert (reading.config != config) == (name is not None)
         assert replace(reading.config, **back) == config
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("is_causal", [None, True])
+def test_every_near_miss_but_the_type_is_another_network(pair, family, is_causal):
+    made = pair("random", family=family, is_causal=is_causal, rope_theta=5e6)
+    target, _ = load_target(made.target)
+    drafter = load_drafter(made.drafter, target)
+    size = drafter.config.hidden_size
+    features = mx.random.normal((1, 12, len(made.options.taps) * size))
+    block = mx.random.normal((1, drafter.config.block_size, size))
+
+    def hidden(network):
+        context = network.make_context()
+        network.extend(features, context)
+        return network.hidden(block, context)
+
+    expected, seen = hidden(drafter), set()
+    for reading in near_misses(drafter.config):
+        gap = mx.abs(hidden(_read_as(drafter, reading)) - expected).max().item()
+        if reading.field in ("rope_theta", "is_neox_style", "is_causal"):
+            assert gap > 0.1
+        elif reading.field == "dtype":
+            assert 0 < gap < 0.1
+        seen.add(reading.field)
+    assert {"rope_theta", "is_neox_style", "is_causal", "dtype"} <= seen
 
 
 def test_a_gain_counts_when_it_is_large_and_certain():
