@@ -4,6 +4,7 @@ import json
 import shutil
 
 import pytest
+from command_line import answer, generate
 from tiny import KINDS, OWN, drafter_config, drafter_numbers, drafter_raw
 
 from mlx_dflash2.checkpoint import stored_tensors
@@ -307,3 +308,34 @@ def test_published_dspark_has_62_tensors_and_324_million_parameters():
         shape[0] * (shape[1] if len(shape) > 1 else 1) for shape in shapes.values()
     ]
     assert (len(shapes), sum(sizes)) == (62, 323_776_001)
+
+
+# What is printed
+
+
+@EACH
+@pytest.mark.parametrize("stated", [False, True])
+def test_verbose_names_the_family_and_who_says_which_row_is_first(family, stated, pair):
+    row = FIRST_ROWS[family]
+    said = {"draft_config": {"logits_start": row}} if stated else {}
+    made = pair(kind="random", family=family, **said)
+    shown = generate(made, "a", "-m", 9, "--verbose").stderr
+    assert f", {KINDS[family].title}, " in shown
+    assert "block size 8 (7 drafted), row" in shown
+    who = "config.json" if stated else "its family"
+    assert f"row {row} is the first to predict (says {who})" in shown
+
+
+@EACH
+@pytest.mark.parametrize("block", [2, 5, 8])
+def test_a_block_size_counts_the_rows_of_a_verify_in_every_family(family, block, pair):
+    made = pair(kind="random", family=family)
+    by_rows = answer(made, "a", "-m", 12, "--block-size", block)
+    by_drafts = answer(made, "a", "-m", 12, "--num-draft-tokens", block - 1)
+    for found in (by_rows, by_drafts):
+        assert found["draft_kind"] == family
+        assert found["block_size"] == block
+        assert found["num_draft_tokens"] == block - 1
+        assert max(found["stats"]["emitted_per_cycle"]) <= block
+    assert by_rows["tokens"] == by_drafts["tokens"]
+    assert by_rows["stats"] == by_drafts["stats"]
