@@ -74,8 +74,12 @@ class Diagnosis:
         return max(beating, key=lambda score: score.mean, default=None)
 
 
-def near_misses(config: DrafterConfig) -> Iterator[Reading]:
-    """The configured reading with one setting changed, for each usual mistake."""
+def near_misses(config: DrafterConfig, target_theta: float) -> Iterator[Reading]:
+    """The configured reading with one setting changed, for each usual mistake.
+
+    Args:
+        target_theta: The target's rope base, which drafters are trained with.
+    """
     taps, last = config.target_layer_ids, config.num_target_layers - 2
     for shift in (-1, 1):
         moved = tuple(tap + shift for tap in taps)
@@ -87,8 +91,8 @@ def near_misses(config: DrafterConfig) -> Iterator[Reading]:
         yield Reading(
             "logits_start", str(other_row), replace(config, first_row=other_row)
         )
-    if config.rope_theta != 10000:
-        yield Reading("rope_theta", "10000", replace(config, rope_theta=10000.0))
+    for theta in sorted({10000.0, target_theta} - {config.rope_theta}):
+        yield Reading("rope_theta", f"{theta:.0f}", replace(config, rope_theta=theta))
     flipped = not config.rope_interleaved
     yield Reading(
         "is_neox_style",
@@ -121,7 +125,7 @@ def diagnose(
         prompts: Token ids.
     """
     configured = Reading("", "as configured", drafter.config)
-    readings = [configured, *near_misses(drafter.config)]
+    readings = [configured, *near_misses(drafter.config, target.rope_theta)]
     accepted: list[list[int]] = [[] for _ in readings]
     drafters = [_read_as(drafter, reading) for reading in readings]
     taps = sorted({tap for r in readings for tap in r.config.target_layer_ids})

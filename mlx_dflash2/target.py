@@ -49,6 +49,11 @@ class Target:
         """What the target computes in, also when its weights are quantized."""
         return self.model.model.norm.weight.dtype
 
+    @property
+    def rope_theta(self) -> float:
+        """The base of its rotary positions."""
+        return float(self.model.args.rope_theta)
+
     def make_cache(self) -> Cache:
         return make_prompt_cache(self.model)
 

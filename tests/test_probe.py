@@ -79,6 +79,13 @@ def test_a_wrong_rope_base_is_found(probed, family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+def test_a_rope_base_unlike_the_targets_is_found(probed, family):
+    # At some lags the wrong base finds the next source, which row 0 then makes right.
+    diagnosis = probed({"rope_theta": 10000.0}, family=family, rope_theta=5e6, lag=9)
+    assert_found(diagnosis, "rope_theta", "5000000")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_rope_layout_is_found(probed, family):
     diagnosis = probed({"is_neox_style": False}, family=family)
     assert_found(diagnosis, "is_neox_style", "true")
@@ -136,7 +143,7 @@ def test_a_near_miss_differs_in_one_field(pair):
         "is_neox_style": "rope_interleaved",
         "is_causal": "is_causal",
     }
-    for reading in near_misses(config):
+    for reading in near_misses(config, 10000.0):
         name = changed.get(reading.field)
         back = {} if name is None else {name: getattr(config, name)}
         assert (reading.config != config) == (name is not None)
@@ -159,7 +166,7 @@ def test_every_near_miss_but_the_type_is_another_network(pair, family, is_causal
         return network.hidden(block, context)
 
     expected, seen = hidden(drafter), set()
-    for reading in near_misses(drafter.config):
+    for reading in near_misses(drafter.config, 10000.0):
         gap = mx.abs(hidden(_read_as(drafter, reading)) - expected).max().item()
         if reading.field in ("rope_theta", "is_neox_style", "is_causal"):
             assert gap > 0.1
