@@ -326,8 +326,6 @@ def test_a_broken_folder_is_one_line(oracle, tmp_path, name, break_it, parts):
     copy = tmp_path / which
     shutil.copytree(getattr(oracle, which), copy)
     break_it(copy)
-    result = generate(oracle, "a")  # the pair itself is fine
-    assert result.exit_code == 0
     result = run("generate", "a", *models(oracle), name, copy)
     assert_refused(result, str(copy), *parts)
 
@@ -570,9 +568,9 @@ def test_help_names_the_defaults():
 
 
 def test_a_long_prompt_is_fine(oracle):
-    flags = "-m", 3, "--prefill-step-size", 500
-    found = answer(oracle, "-", *flags, stdin="word " * 500)
-    assert found["prompt_tokens"] > 1500
+    flags = "-m", 3, "--prefill-step-size", 200
+    found = answer(oracle, "-", *flags, stdin="word " * 200)
+    assert found["prompt_tokens"] > 600
     assert len(found["tokens"]) == 3
 
 
