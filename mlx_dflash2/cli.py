@@ -1,8 +1,6 @@
 """The command line: parse, call one function, print."""
 
-import errno
 import json
-import os
 import sys
 from importlib import metadata
 
@@ -18,7 +16,7 @@ ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 class Group(click.Group):
     """Every way a command can end, as one line and an exit code.
 
-    Bad input ends with 2, Ctrl-C with 130, a closed pipe without a word.
+    Bad input ends with 2, Ctrl-C with 130, a closed pipe without a word (by click).
     """
 
     def main(self, *args, **extra):
@@ -31,11 +29,6 @@ class Group(click.Group):
             self._fail(error.format_message(), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
 
     @staticmethod
     def _fail(message: str, code: int) -> None:

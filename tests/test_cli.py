@@ -592,3 +592,21 @@ def test_the_progress_bar_gives_the_cursor_back(monkeypatch):
     assert terminal.getvalue().endswith("\x1b[?25h\n")
     progress.close()
     assert terminal.getvalue().count("\x1b[?25h") == 1
+
+
+def test_an_interrupt_of_the_prefill_ends_the_progress_bar(oracle, monkeypatch):
+    from mlx_dflash2.commands import _Progress
+    from mlx_dflash2.target import Target
+
+    ended, close = [], _Progress.close
+    monkeypatch.setattr(
+        _Progress, "close", lambda self: (ended.append(self), close(self))
+    )
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Target, "forward", interrupt)
+    cut = generate(oracle, "abc", "--prefill-step-size", 5)
+    assert (cut.exit_code, cut.stdout, len(ended)) == (130, "\n", 1)
+    assert "Generation: 0 tokens" in cut.stderr
