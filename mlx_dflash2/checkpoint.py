@@ -60,7 +60,12 @@ def find_source(
     Raises:
         DFlash2Error: Nothing of that name exists or it cannot be had.
     """
-    name = os.fspath(path_or_repo)
+    try:
+        name = os.fsdecode(path_or_repo)
+    except TypeError:
+        raise DFlash2Error(
+            f"{path_or_repo!r}: expected a folder or a Hub repository"
+        ) from None
     if not name:
         raise DFlash2Error("'': no such folder; name a folder or a Hub repository")
     try:
