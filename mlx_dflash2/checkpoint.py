@@ -257,7 +257,13 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 def refuse_existing(destination: Path) -> None:
     """Raise DFlash2Error if `destination` exists: nothing is ever overwritten."""
-    if destination.exists() or destination.is_symlink():
+    try:
+        taken = destination.exists() or destination.is_symlink()
+    except OSError as error:
+        raise DFlash2Error(
+            f"{destination}: cannot be written ({error.strerror})"
+        ) from None
+    if taken:
         raise DFlash2Error(
             f"{destination}: already exists; choose another name or remove it first"
         )

@@ -29,6 +29,8 @@ class Group(click.Group):
             self._fail(error.format_message(), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
+        except OSError as error:  # of the terminal or the disk, not of an argument
+            self._fail(str(error), 2)
 
     @staticmethod
     def _fail(message: str, code: int) -> None:
@@ -179,13 +181,11 @@ def main() -> None:
     "--prefill-step-size", type=click.IntRange(1), default=2048, show_default=True
 )
 @click.option("--kv-bits", type=int, help="Quantize the target's cache.")
-@click.option("--kv-group-size", type=int, default=64, show_default=True)
+@click.option("--kv-group-size", type=int, help="For --kv-bits.  [default: 64]")
 @click.option(
     "--quantized-kv-start",
     type=click.IntRange(0),
-    default=5000,
-    show_default=True,
-    help="Positions from which --kv-bits applies.",
+    help="Positions from which --kv-bits applies.  [default: 5000]",
 )
 @click.option("--max-kv-size", type=int, help="Refused: a rotating cache cannot undo.")
 @click.option("--plain", is_flag=True, help="Decode without a drafter.")
