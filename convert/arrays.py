@@ -47,10 +47,11 @@ class Recipe:
 
 def check_quantization(bits: int, group_size: int) -> None:
     """Raise DFlash2Error unless MLX can quantize this way."""
-    if bits < 1 or group_size < 1:  # MLX divides by a group size of 0
+    numbers = [type(number) is int for number in (bits, group_size)]
+    if not all(numbers) or not 1 <= bits <= 32 or not 1 <= group_size <= 4096:
         raise DFlash2Error(
-            f"quantization to {bits} bits in groups of {group_size}: expected at least "
-            "1 of each"
+            f"quantization to {bits} bits in groups of {group_size}: expected whole "
+            "numbers, as 4 and 64"
         )
     try:
         mx.quantize(mx.zeros((1, group_size)), group_size=group_size, bits=bits)

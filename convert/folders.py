@@ -156,7 +156,10 @@ def _convert(
     revision: str | None,
     offline: bool,
 ) -> Report:
-    folder = Path(os.path.abspath(Path(destination).expanduser()))
+    try:
+        folder = Path(os.path.abspath(Path(destination).expanduser()))
+    except RuntimeError as error:  # no such ~user
+        raise DFlash2Error(f"{destination}: {error}") from None
     refuse_existing(folder)
     found = find_source(source, revision=revision, offline=offline, files=EVERY_FILE)
     if folder.resolve().is_relative_to(found.folder.resolve()):

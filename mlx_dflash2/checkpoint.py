@@ -60,7 +60,12 @@ def find_source(
     Raises:
         DFlash2Error: Nothing of that name exists or it cannot be had.
     """
-    name = os.fspath(path_or_repo)
+    try:
+        name = os.fsdecode(path_or_repo)
+    except TypeError:
+        raise DFlash2Error(
+            f"{path_or_repo!r}: expected a folder or a Hub repository"
+        ) from None
     if not name:
         raise DFlash2Error("'': no such folder; name a folder or a Hub repository")
     try:
@@ -252,7 +257,13 @@ def _header(file: Path) -> dict[str, StoredTensor]:
 
 def refuse_existing(destination: Path) -> None:
     """Raise DFlash2Error if `destination` exists: nothing is ever overwritten."""
-    if destination.exists() or destination.is_symlink():
+    try:
+        taken = destination.exists() or destination.is_symlink()
+    except OSError as error:
+        raise DFlash2Error(
+            f"{destination}: cannot be written ({error.strerror})"
+        ) from None
+    if taken:
         raise DFlash2Error(
             f"{destination}: already exists; choose another name or remove it first"
         )

@@ -1,8 +1,6 @@
 """The command line: parse, call one function, print."""
 
-import errno
 import json
-import os
 import sys
 from importlib import metadata
 
@@ -17,7 +15,7 @@ ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 class Group(click.Group):
     """Every way a command can end, as one line and an exit code.
 
-    Bad input ends with 2, Ctrl-C with 130, a closed pipe without a word.
+    Bad input ends with 2, Ctrl-C with 130, a closed pipe without a word (by click).
     """
 
     def main(self, *args, **extra):
@@ -30,11 +28,8 @@ class Group(click.Group):
             self._fail(error.format_message(), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
             sys.exit(130)
-        except OSError as error:
-            if error.errno != errno.EPIPE:
-                raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            sys.exit(1)
+        except OSError as error:  # of the terminal or the disk, not of an argument
+            self._fail(str(error), 2)
 
     @staticmethod
     def _fail(message: str, code: int) -> None:
@@ -218,13 +213,11 @@ def main() -> None:
     "--prefill-step-size", type=click.IntRange(1), default=2048, show_default=True
 )
 @click.option("--kv-bits", type=int, help="Quantize the target's cache.")
-@click.option("--kv-group-size", type=int, default=64, show_default=True)
+@click.option("--kv-group-size", type=int, help="For --kv-bits.  [default: 64]")
 @click.option(
     "--quantized-kv-start",
     type=click.IntRange(0),
-    default=5000,
-    show_default=True,
-    help="Positions from which --kv-bits applies.",
+    help="Positions from which --kv-bits applies.  [default: 5000]",
 )
 @click.option("--max-kv-size", type=int, help="Refused: a rotating cache cannot undo.")
 @click.option("--plain", is_flag=True, help="Decode without a drafter.")

@@ -11,6 +11,8 @@ from .errors import DFlash2Error
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 CODE_KEYS = ("auto_map", "model_file")  # name Python files to run; never followed
+LARGEST = 3.4e38  # of float32
+LARGEST_BLOCK = 256  # rows; far above any trained block, far below what memory bears
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -200,6 +202,11 @@ class DrafterConfig:
             "even",
         )
         demand(
+            self.block_size <= LARGEST_BLOCK,
+            f"block_size is {self.block_size}, expected at most {LARGEST_BLOCK}",
+        )
+        demand(self.rms_norm_eps > 0, "rms_norm_eps is 0, expected a number above 0")
+        demand(
             self.mask_token_id < self.vocab_size,
             f"mask_token_id {self.mask_token_id} is outside the vocabulary of "
             f"{self.vocab_size}",
@@ -263,7 +270,7 @@ def read_json(path: Path) -> dict:
         raise DFlash2Error(f"{path}: no such file; is this a model folder?") from None
     except OSError as error:
         raise DFlash2Error(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DFlash2Error(f"{path}: not valid JSON ({error})") from None
     if not isinstance(raw, dict):
         raise DFlash2Error(
@@ -308,8 +315,8 @@ class ConfigReader:
             value = default
         if value is None:
             raise self.fail(
-                f"{' (or '.join(places)}{')' * (len(places) - 1)} is missing; it "
-                "changes the result, so it has no default"
+                f"{' or '.join(places)} is missing; it changes the result, so it has "
+                "no default"
             )
         return place, value
 
@@ -329,7 +336,7 @@ class ConfigReader:
         place, value = self.need(*places, default=default)
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.fail(f"{place} is {value!r}, expected a number")
-        if not math.isfinite(value) or value < minimum:
+        if not abs(value) <= LARGEST or value < minimum:
             least = f" of at least {minimum:g}" if math.isfinite(minimum) else ""
             raise self.fail(f"{place} is {value!r}, expected a finite number{least}")
         return float(value)

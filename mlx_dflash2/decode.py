@@ -112,9 +112,10 @@ class Decoding:
         try:
             steps = self._steps(prompt, num_draft_tokens, progress)
             for emission in steps:
-                # Lazy arrays can be computed in their own thread only; the next
-                # cycle may be another one's.
-                mx.async_eval(self._key, self._context_arrays())
+                if self.remaining:
+                    # Lazy arrays can be computed in their own thread only; the next
+                    # cycle may be another one's.
+                    mx.async_eval(self._key, self._context_arrays())
                 yield emission
                 uncleared += len(emission.tokens)
                 if uncleared >= CLEAR_EVERY:

@@ -1,7 +1,6 @@
 """Text in, text out."""
 
 import contextlib
-import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,10 +10,17 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from .decode import Decoding, Emission, KVQuantization, Row
+from . import checks
+from .decode import Decoding, Emission, Row
 from .drafter import Drafter
 from .errors import DFlash2Error
-from .sampling import LogitsProcessor, SamplingConfig, TokenRule, log_softmax
+from .sampling import (
+    LogitsProcessor,
+    SamplingConfig,
+    TokenRule,
+    log_softmax,
+    whole,
+)
 from .stats import AcceptanceStats
 from .target import Target
 from .text import TextStream, encode_prompt
@@ -266,6 +272,7 @@ def stream_generate(
     Raises:
         DFlash2Error: An argument is out of range, or the prompt is empty.
     """
+    checks.refuse_unfit(target, drafter)
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
     config = SamplingConfig(
@@ -282,22 +289,23 @@ def stream_generate(
         logit_bias=logit_bias or {},
     )
     config.check(target.vocab_size)
-    width = _checked_width(drafter, num_draft_tokens)
+    width = checks.draft_width(drafter, num_draft_tokens)
     drafter = drafter if width else None
     if drafter is not None and sampler is not None:
         raise DFlash2Error(
             "sampler: an opaque sampler returns tokens, and verifying a draft needs "
             "their distribution; use temp, top_p and the other options, or drafter=None"
         )
-    ids = _checked_prompt(tokenizer, prompt, template_options, target.vocab_size)
-    if max_tokens == 0 or max_tokens < -1:
-        raise DFlash2Error(f"max_tokens is {max_tokens}, expected at least 1, or -1")
-    if prefill_step_size < 1:
-        raise DFlash2Error(f"prefill_step_size is {prefill_step_size}, expected 1 up")
+    ids = encode_prompt(tokenizer, prompt, template_options)
+    checks.token_ids("the prompt", ids, target.vocab_size)
+    if max_tokens != -1:
+        whole("max_tokens", max_tokens, 1, None, also=", or -1 for no limit")
+    whole("prefill_step_size", prefill_step_size, 1, None)
+    checks.token_ids("extra_eos_token_ids", extra_eos_token_ids, target.vocab_size)
     eos = frozenset(tokenizer.eos_token_ids) | frozenset(extra_eos_token_ids)
     rule = TokenRule(
         config,
-        processors=logits_processors or (),
+        processors=checks.processors(logits_processors),
         xtc_special_tokens=[
             token
             for token in (*tokenizer.encode("\n"), *eos)
@@ -309,10 +317,10 @@ def stream_generate(
         target,
         drafter,
         rule,
-        seed=_checked_seed(seed),
+        seed=checks.seed_or_fresh(seed),
         prefill_step_size=prefill_step_size,
-        kv=_checked_kv(target, kv_bits, kv_group_size, quantized_kv_start),
-        draft_sampling=_checked_drafting(drafter, draft_sampling, confidence_threshold),
+        kv=checks.kv_quantization(target, kv_bits, kv_group_size, quantized_kv_start),
+        draft_sampling=checks.drafting(drafter, draft_sampling, confidence_threshold),
         confidence_threshold=confidence_threshold,
     )
     limits = dict(max_tokens=max_tokens, eos=eos, num_draft_tokens=width)
@@ -333,84 +341,6 @@ def generate(
     for _ in stream:
         pass
     return stream.generation
-
-
-def _checked_width(drafter: Drafter | None, asked: int | None) -> int:
-    if drafter is None:
-        if asked:
-            raise DFlash2Error(f"num_draft_tokens is {asked}, but there is no drafter")
-        return 0
-    trained = drafter.config.num_draft_tokens
-    if asked is None:
-        return trained
-    if not 0 <= asked <= trained:
-        raise DFlash2Error(
-            f"num_draft_tokens is {asked} (block size {asked + 1}); this drafter was "
-            f"trained for {trained} (block size {trained + 1}), use 0 to {trained}"
-        )
-    return asked
-
-
-def _checked_drafting(
-    drafter: Drafter | None, sampling: str | None, threshold: float
-) -> str:
-    if sampling not in (None, "sample", "argmax"):
-        raise DFlash2Error(
-            f"draft_sampling is {sampling!r}, expected 'sample' or 'argmax'"
-        )
-    if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
-        raise DFlash2Error(
-            f"confidence_threshold is {threshold!r}, expected a number from 0 to 1"
-        )
-    if drafter is None:
-        return "sample"
-    if threshold > 0 and not getattr(drafter.config, "has_confidence", False):
-        raise DFlash2Error(
-            f"confidence_threshold is {threshold}, but this {drafter.config.title} "
-            "drafter has no confidence head"
-        )
-    return sampling or drafter.config.draft_sampling
-
-
-def _checked_seed(seed: int | None) -> int:
-    if seed is None:
-        return secrets.randbits(32)
-    number = isinstance(seed, int) and not isinstance(seed, bool)
-    if not number or not 0 <= seed < 1 << 64:
-        raise DFlash2Error(
-            f"seed is {seed!r}, expected a whole number from 0 to 2**64 - 1, or None"
-        )
-    return seed
-
-
-def _checked_prompt(tokenizer, prompt, options, vocab_size: int) -> list[int]:
-    ids = encode_prompt(tokenizer, prompt, options)
-    beyond = [token for token in ids if not 0 <= token < vocab_size]
-    if beyond:
-        raise DFlash2Error(
-            f"the prompt holds token {beyond[0]}, outside the vocabulary of "
-            f"{vocab_size}"
-        )
-    return ids
-
-
-def _checked_kv(
-    target: Target, bits: int | None, group_size: int, start: int
-) -> KVQuantization | None:
-    if bits is None:
-        return None
-    dim = target.model.layers[0].self_attn.head_dim
-    known_bits, known_groups = (2, 3, 4, 5, 6, 8), (32, 64, 128)
-    if bits not in known_bits:
-        raise DFlash2Error(f"kv_bits is {bits}, expected one of {known_bits}")
-    if group_size not in known_groups or dim % group_size:
-        raise DFlash2Error(
-            f"kv_group_size is {group_size}, expected one of {known_groups} that "
-            f"divides the head dimension {dim}"
-        )
-    if start < 0:
-        raise DFlash2Error(f"quantized_kv_start is {start}, expected 0 or more")
-    return KVQuantization(bits, group_size, start)
 
 
 @contextlib.contextmanager

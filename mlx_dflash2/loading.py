@@ -1,15 +1,13 @@
 """Load a target and a drafter, and see that they fit."""
 
 import json
-import logging
 import tempfile
 from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import llama
-from mlx_lm.utils import MODEL_REMAPPING, load_model, load_tokenizer
-from tokenizers import Tokenizer
+from mlx_lm.utils import load_model
 
 from .checkpoint import (
     TARGET_FILES,
@@ -18,16 +16,13 @@ from .checkpoint import (
     find_source,
     stored_tensors,
 )
-from .config import CODE_KEYS, SLIDING, DrafterConfig, check_fit, read_json
+from .config import DrafterConfig, check_fit, read_json
 from .drafter import Drafter
 from .errors import DFlash2Error
 from .families import read_drafter_config
 from .names import check_tensors, published_names, quantizable
 from .target import Target
-
-TOKENIZER_CONFIG = "tokenizer_config.json"
-
-logger = logging.getLogger("mlx_dflash2")
+from .target_files import read_target_config, read_tokenizer, warn_of_code
 
 
 def load_target(
@@ -50,50 +45,11 @@ def load_target(
     source = find_source(
         path_or_repo, revision=revision, offline=offline, files=TARGET_FILES
     )
-    config = _target_config(source)
+    config = read_target_config(source)
     model, config = _load_model(source, config)
     _check_target(model, config, source)
     _compute_tables(model)
-    return Target(model, config, source), _load_tokenizer(source, config)
-
-
-def _target_config(source: Source) -> dict:
-    """config.json with what mlx-lm would misread spelled out for it."""
-    path = source.folder / "config.json"
-    config = read_json(path)
-    kind = config.get("model_type")
-    if MODEL_REMAPPING.get(kind, kind) != "llama":
-        raise DFlash2Error(
-            f"{path}: model_type is {kind!r}; only llama-type targets are supported"
-        )
-    for key in CODE_KEYS:
-        if config.pop(key, None) is not None:
-            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
-    if SLIDING in (config.get("layer_types") or ()):
-        raise DFlash2Error(
-            f"{path}: layer_types has {SLIDING}, whose cache cannot be rolled back "
-            "after a rejected draft; use a target with full attention in every layer"
-        )
-    _flatten_rope(config, path)
-    if config.get("tie_word_embeddings") is None:
-        stored = stored_tensors(source.folder)
-        config["tie_word_embeddings"] = "lm_head.weight" not in stored
-    return config
-
-
-def _flatten_rope(config: dict, path: Path) -> None:
-    """Put what stands under rope_parameters where mlx-lm looks for it."""
-    if config.get("rope_theta") is None:
-        config.pop("rope_theta", None)
-    nested = config.get("rope_parameters") or {}
-    theta = nested.get("rope_theta")
-    if theta is not None and config.setdefault("rope_theta", theta) != theta:
-        raise DFlash2Error(
-            f"{path}: rope_theta is {config['rope_theta']} but "
-            f"rope_parameters.rope_theta is {theta}; keep the right one"
-        )
-    if nested.get("rope_type", "default") != "default":
-        config["rope_scaling"] = config.get("rope_scaling") or nested
+    return Target(model, config, source), read_tokenizer(source, config)
 
 
 def _load_model(source: Source, config: dict) -> tuple[nn.Module, dict]:
@@ -106,11 +62,12 @@ def _load_model(source: Source, config: dict) -> tuple[nn.Module, dict]:
             (view / f"model-{number:05}.safetensors").symlink_to(shard.resolve())
         for name in ("generation_config.json", "hf_quant_config.json"):
             if (source.folder / name).exists():
+                read_json(source.folder / name)
                 (view / name).symlink_to((source.folder / name).resolve())
         try:
             return load_model(view)
-        except (ValueError, KeyError, TypeError) as error:
-            reason = " ".join(str(error).split())[:300]
+        except Exception as error:  # a wrong value in config.json may raise anything
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
             raise DFlash2Error(
                 f"{source.name}: mlx-lm cannot load it as a llama model: {reason}"
             ) from error
@@ -135,62 +92,11 @@ def _check_target(model: nn.Module, config: dict, source: Source) -> None:
         raise DFlash2Error(
             f"{source.name}: mlx-lm uses rope base {rope.base}, the file says {theta}"
         )
-    if ("lm_head" in model) == config["tie_word_embeddings"]:
+    if ("lm_head" in model) == bool(config["tie_word_embeddings"]):
         raise DFlash2Error(
             f"{source.name}: tie_word_embeddings is {config['tie_word_embeddings']}, "
             "but mlx-lm built the model the other way"
         )
-
-
-def _load_tokenizer(source: Source, config: dict):
-    """Load through mlx-lm, from a view of the folder without code.
-
-    The class that transformers picks may replace what tokenizer.json says: a llama
-    class loses the spaces of a byte-level file. The file is then read as it is.
-    """
-    with tempfile.TemporaryDirectory(prefix="mlx-dflash2-") as temporary:
-        view = Path(temporary)
-        for path in source.folder.iterdir():
-            if path.suffix != ".py" and path.name != TOKENIZER_CONFIG:
-                (view / path.name).symlink_to(path.resolve())
-        settings = _tokenizer_settings(source)
-        try:
-            tokenizer = _read_tokenizer(view, settings, config)
-            if _loses_text(tokenizer, view / "tokenizer.json"):
-                settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-                tokenizer = _read_tokenizer(view, settings, config)
-        except Exception as error:  # of any type: a library in Rust raises plain ones
-            reason = " ".join(str(error).split())[:300]
-            raise DFlash2Error(
-                f"{source.name}: its tokenizer cannot be loaded: {reason}"
-            ) from error
-    return tokenizer
-
-
-def _tokenizer_settings(source: Source) -> dict:
-    path = source.folder / TOKENIZER_CONFIG
-    settings = read_json(path) if path.exists() else {}
-    for key in CODE_KEYS:
-        if settings.pop(key, None) is not None:
-            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
-    return settings
-
-
-def _read_tokenizer(view: Path, settings: dict, config: dict):
-    content = json.dumps(settings)
-    (view / TOKENIZER_CONFIG).write_text(content, encoding="utf-8")
-    return load_tokenizer(view, eos_token_ids=config.get("eos_token_id"))
-
-
-def _loses_text(tokenizer, file: Path) -> bool:
-    """Whether a text survives the tokenizer of `file`, but not the loaded one."""
-    if not file.exists():
-        return False
-    text = "a b  c\n\td"
-    plain = Tokenizer.from_file(str(file))
-    kept = plain.decode(plain.encode(text, add_special_tokens=False).ids)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return kept == text != tokenizer.decode(ids)
 
 
 def load_drafter(
@@ -218,10 +124,7 @@ def load_drafter(
     """
     source = find_source(path_or_repo, revision=revision, offline=offline)
     path = source.folder / "config.json"
-    raw = read_json(path)
-    for key in CODE_KEYS:
-        if raw.get(key) is not None:
-            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
+    warn_of_code(read_json(path), path)
     stored = stored_tensors(source.folder)
     names = published_names(stored, where=source.name)
     config = read_drafter_config(source.folder, kind=kind, tensors=names.values())
@@ -246,11 +149,26 @@ def load_drafter(
             **config.quantization,
             class_predicate=lambda name, _: f"{name}.scales" in weights,
         )
+        if not any(name.endswith(".scales") for name in weights):
+            raise DFlash2Error(
+                f"{path}: has quantization, but no tensor is quantized; remove it"
+            )
     drafter.load_weights(list(weights.items()), strict=True)
+    _refuse_broken(weights, source)
     if bits is not None:
         _quantize(drafter, bits, source)
     mx.eval(drafter.parameters())
     return drafter
+
+
+def _refuse_broken(weights: dict[str, mx.array], source: Source) -> None:
+    """Raise DFlash2Error for a tensor that holds infinities or no numbers."""
+    for name, array in weights.items():
+        if array.dtype != mx.uint32 and not mx.isfinite(array).all().item():
+            raise DFlash2Error(
+                f"{source.name}: {name} holds values that are not finite; the file is "
+                "damaged or its training failed"
+            )
 
 
 def _read_weights(

@@ -60,8 +60,8 @@ class SamplingConfig:
         _in_range("min_p", self.min_p, 0, 1)
         _in_range("xtc_probability", self.xtc_probability, 0, 1)
         _in_range("xtc_threshold", self.xtc_threshold, 0, 0.5)
-        _whole("top_k", self.top_k, 0, vocab_size - 1)
-        _whole("repetition_context_size", self.repetition_context_size, 1, None)
+        whole("top_k", self.top_k, 0, vocab_size - 1)
+        whole("repetition_context_size", self.repetition_context_size, 1, None)
         lowest = {"repetition_penalty": 0}
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty"):
             if getattr(self, name) is not None:
@@ -78,7 +78,7 @@ def _check_bias(biases: Mapping[int, float] | None, vocab_size: int) -> None:
             f"logit_bias is {biases!r}, expected token ids with the amounts to add"
         )
     for token, bias in (biases or {}).items():
-        _whole("logit_bias token", token, 0, vocab_size - 1)
+        whole("logit_bias token", token, 0, vocab_size - 1)
         if bias != -math.inf:
             _in_range(f"logit_bias of token {token}", bias, -LARGEST, LARGEST)
 
@@ -92,11 +92,14 @@ def _in_range(name: str, value: float, low: float, high: float) -> None:
         raise DFlash2Error(f"{name} is {value!r}, expected {bounds}")
 
 
-def _whole(name: str, value: int, low: int, high: int | None) -> None:
+def whole(name: str, value: int, low: int, high: int | None, *, also: str = "") -> None:
+    """Raise DFlash2Error unless `value` is a whole number from `low` to `high`."""
     number = isinstance(value, int) and not isinstance(value, bool)
     if not number or value < low or (high is not None and value > high):
         bounds = f"at least {low}" if high is None else f"{low} to {high}"
-        raise DFlash2Error(f"{name} is {value!r}, expected a whole number, {bounds}")
+        raise DFlash2Error(
+            f"{name} is {value!r}, expected a whole number, {bounds}{also}"
+        )
 
 
 class TokenRule:
@@ -141,10 +144,15 @@ class TokenRule:
             logits: One row. Shape: (1, V). Never written to.
             history: Every token the row has seen; only read by processors.
         """
-        logits = logits[:]
+        row = logits[:]
         for processor in self.processors:
-            logits = processor(history, logits)
-        return logits
+            row = processor(history, row)
+        if getattr(row, "shape", None) != logits.shape:
+            raise DFlash2Error(
+                f"a logits processor returned {getattr(row, 'shape', row)}, expected "
+                f"logits of shape {logits.shape}"
+            )
+        return row
 
     def probabilities(self, logprobs: mx.array, coin: mx.array | None) -> mx.array:
         """The distribution a token is drawn from, float32.

@@ -33,6 +33,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = [stops] if isinstance(stops, str) else list(stops)
         for stop in self._stops:
+            if not isinstance(stop, str):
+                raise DFlash2Error(f"a stop string is {stop!r}, expected text")
             if not stop:
                 raise DFlash2Error("a stop string is empty; give the text that ends")
             check_text(stop, "a stop string")

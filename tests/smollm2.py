@@ -12,6 +12,7 @@ import json
 import os
 from pathlib import Path
 
+import click
 import mlx.core as mx
 import numpy as np
 from pair_files import write_checkpoint, write_json
@@ -239,3 +240,17 @@ def write_random_drafter(
     write_checkpoint(out, weights, dtype)
     write_json(out / "config.json", described)
     return out
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.argument("folder", type=click.Path(path_type=Path))
+@click.option("--seed", default=0, show_default=True, help="Of the drafter's weights.")
+def main(folder: Path, seed: int) -> None:
+    """Write the model and a random drafter into FOLDER/target and FOLDER/drafter."""
+    target = write_smollm2(folder / "target")
+    drafter = write_random_drafter(target, folder / "drafter", seed)
+    click.echo(f"{target}\n{drafter}")
+
+
+if __name__ == "__main__":
+    main()

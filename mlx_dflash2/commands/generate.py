@@ -13,6 +13,10 @@ from .drafters import load_named_drafter, name_drafter
 
 LOW_ACCEPTANCE = 1.5  # below, a cycle seldom pays for its draft and wider verify
 ENOUGH_CYCLES = 16
+TEMPLATE_ARGUMENTS = {  # of the tokenizer's own function
+    *("conversation", "chat_template", "tokenize", "return_dict", "return_tensors"),
+    *("add_generation_prompt", "continue_final_message", "padding", "truncation"),
+}
 
 
 def run_generate(options: dict[str, Any]) -> int:
@@ -77,6 +81,8 @@ def _messages(options: dict[str, Any]) -> list[dict] | str:
 
 
 def _read_stdin() -> str:
+    if sys.stdin is None:
+        raise DFlash2Error("the prompt is -, but stdin is closed")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
@@ -122,6 +128,11 @@ def _arguments(
 ) -> dict[str, Any]:
     """Keyword arguments of `stream_generate`."""
     template = dict(options["chat_template_config"] or {})
+    taken = sorted(template.keys() & TEMPLATE_ARGUMENTS)
+    if taken:
+        raise DFlash2Error(
+            f"--chat-template-config sets {taken[0]}, which is no template variable"
+        )
     thinking = options["enable_thinking"]
     if thinking is not None:
         if template.setdefault("enable_thinking", thinking) != thinking:
@@ -135,17 +146,31 @@ def _arguments(
     same = (
         "max_tokens temp top_p min_p top_k xtc_probability xtc_threshold seed "
         "repetition_penalty repetition_context_size presence_penalty "
-        "frequency_penalty logit_bias stop prefill_step_size kv_bits kv_group_size "
-        "quantized_kv_start draft_sampling confidence_threshold"
+        "frequency_penalty logit_bias stop prefill_step_size kv_bits draft_sampling "
+        "confidence_threshold"
     )
-    return {name: options[name] for name in same.split()} | {
-        "prompt": prompt,
-        "template_options": template,
-        "num_draft_tokens": width,
-        "extra_eos_token_ids": [
-            _token_id(tokenizer, token) for token in options["extra_eos_token"]
-        ],
-    }
+    return (
+        {name: options[name] for name in same.split()}
+        | _kv_options(options)
+        | {
+            "prompt": prompt,
+            "template_options": template,
+            "num_draft_tokens": width,
+            "extra_eos_token_ids": [
+                _token_id(tokenizer, token) for token in options["extra_eos_token"]
+            ],
+        }
+    )
+
+
+def _kv_options(options: dict[str, Any]) -> dict[str, int]:
+    """What refines --kv-bits, where it is given."""
+    names = ("kv_group_size", "quantized_kv_start")
+    given = {name: options[name] for name in names if options[name] is not None}
+    if given and options["kv_bits"] is None:
+        flag = next(iter(given)).replace("_", "-")
+        raise DFlash2Error(f"--{flag} needs --kv-bits")
+    return given
 
 
 def _token_id(tokenizer, token: str) -> int:
