@@ -7,7 +7,11 @@ from pathlib import Path
 
 import mlx.core as mx
 
+from .checkpoint import stored_tensors
+from .config import read_json
+
 SIZE, ROWS = 512, 5
+POSITIONS = 4096  # a long chat
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
 
@@ -62,12 +66,26 @@ def available_memory() -> int | None:
         return None
 
 
-def weight_bytes(folder: Path) -> int:
-    """Size of a folder's weight files."""
-    from .checkpoint import stored_tensors
+def needed_memory(target: Path, drafter: Path) -> int:
+    """Bytes of both models' weights and of their caches at `POSITIONS` tokens."""
+    return sum(_weight_bytes(f) + _cache_bytes(f) for f in (target, drafter))
 
+
+def _weight_bytes(folder: Path) -> int:
     files = {tensor.file for tensor in stored_tensors(folder).values()}
     return sum(file.stat().st_size for file in files)
+
+
+def _cache_bytes(folder: Path) -> int:
+    """Keys and values in 16 bits; 0 where config.json does not give the sizes."""
+    config = read_json(folder / "config.json")
+    try:
+        heads, size = config["num_attention_heads"], config["hidden_size"]
+        pairs = config.get("num_key_value_heads") or heads
+        width = pairs * (config.get("head_dim") or size // heads)
+        return POSITIONS * config["num_hidden_layers"] * width * 2 * 2
+    except (KeyError, TypeError, ZeroDivisionError):
+        return 0
 
 
 def blas_library() -> str | None:

@@ -8,6 +8,8 @@ import pytest
 from command_line import models, run
 from fake_hub import FakeHub
 
+from mlx_dflash2.errors import DFlash2Error
+
 FIELDS = {
     *("family", "target_layer_ids", "logits_start", "logits_start_given"),
     *("block_rows", "num_draft_tokens", "mask_token_id", "rope_theta"),
@@ -82,7 +84,7 @@ def test_the_report_in_words_says_the_same(pair):
         "logits_start_given: false\n",
         "block_rows: 7\n",
         "num_draft_tokens: 7\n",
-        "Weights: ",
+        "Memory: ",
         "Accepted per block as configured: ",
         "with logits_start 1: ",
     ):
@@ -124,7 +126,22 @@ def test_too_little_memory_is_doubted(pair, monkeypatch):
 
     monkeypatch.setattr(health, "available_memory", lambda: 1000)
     [doubt] = examined(*models(pair(eos="off")), code=1)["doubts"]
-    assert "the weights take" in doubt
+    assert "weights and caches take" in doubt
+
+
+def test_too_little_memory_is_said_before_anything_is_loaded(pair, monkeypatch):
+    import mlx_dflash2.health as health
+    import mlx_dflash2.loading as loading
+
+    def refuse(*arguments, **options):
+        raise DFlash2Error("loading begins")
+
+    monkeypatch.setattr(health, "available_memory", lambda: 1000)
+    monkeypatch.setattr(loading, "load_target", refuse)
+    result = run("doctor", *models(pair(eos="off")), "--json")
+    assert result.exit_code == 2
+    warning, error = result.stderr.splitlines()
+    assert "weights and caches take" in warning and "loading begins" in error
 
 
 def test_a_type_that_computes_wrongly_is_doubted(pair, monkeypatch):

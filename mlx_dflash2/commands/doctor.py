@@ -64,17 +64,29 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
     Raises:
         DFlash2Error: The pair cannot run.
     """
-    from ..health import weight_bytes
+    from ..checkpoint import TARGET_FILES, find_source
+    from ..health import needed_memory
     from ..loading import load_target
     from ..probe import diagnose
     from ..text import encode_prompt
 
     name_drafter(options)
+    offline = options["offline"]
+    folders = [
+        find_source(name, revision=revision, offline=offline, **files).folder
+        for name, revision, files in (
+            (options["model"], options["revision"], {"files": TARGET_FILES}),
+            (options["draft_model"], options["draft_revision"], {}),
+        )
+    ]
+    needed = needed_memory(*folders)
+    short = _memory_doubts(needed, machine["memory_available"])
+    if short:
+        click.echo(f"Warning: {short[0]}", err=True)
     target, tokenizer = load_target(
         options["model"], revision=options["revision"], offline=options["offline"]
     )
     drafter = load_named_drafter(options, target)
-    needed = weight_bytes(target.source.folder) + weight_bytes(drafter.source.folder)
     prompts = [
         encode_prompt(
             tokenizer,
@@ -102,7 +114,7 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
             }
             for score in diagnosis.others
         ],
-        "doubts": _pair_doubts(diagnosis, needed, machine["memory_available"]),
+        "doubts": short + _pair_doubts(diagnosis),
     }
 
 
@@ -138,14 +150,17 @@ def _machine_doubts(machine: dict[str, Any]) -> list[str]:
     ]
 
 
-def _pair_doubts(diagnosis, needed: int, free: int | None) -> list[str]:
-    configured, better = diagnosis.configured, diagnosis.better
-    doubts = []
-    if free is not None and needed > 0.9 * free:
-        doubts.append(
-            f"the weights take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB that "
-            "are free"
-        )
+def _memory_doubts(needed: int, free: int | None) -> list[str]:
+    if free is None or needed <= 0.9 * free:
+        return []
+    return [
+        f"weights and caches take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB "
+        "that are free"
+    ]
+
+
+def _pair_doubts(diagnosis) -> list[str]:
+    configured, better, doubts = diagnosis.configured, diagnosis.better, []
     if better is not None:
         field = better.reading.field
         cause = "the stored type loses" if field == "dtype" else "config.json is wrong"
@@ -186,7 +201,7 @@ def _pair_lines(pair: dict[str, Any]) -> list[str]:
     for name, value in pair["reading"].items():
         lines.append(f"  {name}: {json.dumps(value)}")
     lines[2:2] = [f"  read from {pair['draft_folder']}/config.json:"]
-    lines.append(f"Weights: {pair['memory_needed'] / 1e9:.2f} GB")
+    lines.append(f"Memory: {pair['memory_needed'] / 1e9:.2f} GB for weights and caches")
     lines.append(f"Accepted per block as configured: {pair['accepted_per_block']:.3f}")
     for miss in pair["near_misses"]:
         lines.append(
