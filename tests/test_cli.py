@@ -603,7 +603,7 @@ def test_the_progress_bar_gives_the_cursor_back(monkeypatch):
 
 
 def test_an_interrupt_of_the_prefill_ends_the_progress_bar(oracle, monkeypatch):
-    from mlx_dflash2.commands import _Progress
+    from mlx_dflash2.commands.generate import _Progress
     from mlx_dflash2.target import Target
 
     ended, close = [], _Progress.close

@@ -58,6 +58,8 @@ def check_agreement(family: type[DrafterConfig], raw: dict, *, where: str) -> No
             continue
         if family not in claimed:
             said = claimed[0].title if claimed else "no family known here"
+            if not claimed and str(name).endswith("ForCausalLM"):
+                said += ", is it a target?"
             raise read.fail(f"architectures names {name} ({said}), but {tensors}")
     for other in FAMILIES:
         if other is not family:
