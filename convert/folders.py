@@ -14,7 +14,7 @@ from mlx_dflash2.checkpoint import (
     new_folder,
     refuse_existing,
 )
-from mlx_dflash2.config import CODE_KEYS
+from mlx_dflash2.config_reader import CODE_KEYS
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.names import quantizable
 

@@ -2,7 +2,9 @@
 
 import copy
 
-from mlx_dflash2.config import CODE_KEYS, SLIDING, DrafterConfig
+from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.config_fields import SLIDING
+from mlx_dflash2.config_reader import CODE_KEYS
 
 SCALING = {
     "output_multiplier": 1.0,

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from mlx_dflash2.checkpoint import Source, StoredTensor, stored_tensors
-from mlx_dflash2.config import DrafterConfig, read_json
+from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import check_tensors, published_names

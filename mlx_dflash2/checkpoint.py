@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import read_json
+from .config_reader import read_json
 from .errors import DFlash2Error
 
 INDEX = "model.safetensors.index.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .checkpoint import stored_tensors
-from .config import read_json
+from .config_reader import read_json
 
 SIZE, ROWS = 512, 5
 POSITIONS = 4096  # a long chat

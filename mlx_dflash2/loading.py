@@ -16,7 +16,8 @@ from .checkpoint import (
     find_source,
     stored_tensors,
 )
-from .config import DrafterConfig, check_fit, read_json
+from .config import DrafterConfig, check_fit
+from .config_reader import read_json
 from .drafter import Drafter
 from .errors import DFlash2Error
 from .families import read_drafter_config

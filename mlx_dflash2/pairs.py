@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from .checkpoint import stored_tensors
-from .config import read_json
+from .config_reader import read_json
 from .errors import DFlash2Error
 
 SAMPLE = 4096  # bytes read from the middle of a weight file for a fingerprint

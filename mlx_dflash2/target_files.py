@@ -10,7 +10,8 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 from tokenizers import Tokenizer
 
 from .checkpoint import Source, StoredTensor, stored_tensors
-from .config import CODE_KEYS, SLIDING, read_json
+from .config_fields import SLIDING
+from .config_reader import CODE_KEYS, read_json
 from .errors import DFlash2Error
 
 CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"

@@ -5,7 +5,8 @@ import json
 
 import pytest
 
-from mlx_dflash2.config import FULL, SLIDING, read_json
+from mlx_dflash2.config_fields import FULL, SLIDING
+from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import (
     DFlash2Config,

@@ -12,7 +12,8 @@ from pathlib import Path
 import numpy as np
 
 from mlx_dflash2.checkpoint import Source
-from mlx_dflash2.config import FULL, SLIDING, DrafterConfig
+from mlx_dflash2.config import DrafterConfig
+from mlx_dflash2.config_fields import FULL, SLIDING
 from mlx_dflash2.families import FAMILIES
 from mlx_dflash2.names import expected_shapes
 

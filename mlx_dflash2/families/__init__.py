@@ -4,7 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ..checkpoint import stored_tensors
-from ..config import ConfigReader, DrafterConfig, read_json
+from ..config import DrafterConfig
+from ..config_reader import ConfigReader, read_json
 from ..errors import DFlash2Error
 from ..names import published_names
 from .dflash import DFlashConfig

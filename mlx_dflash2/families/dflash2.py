@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ConfigReader, DrafterConfig, Shapes
+from ..config import DrafterConfig, Shapes
+from ..config_reader import ConfigReader
 from ..errors import DFlash2Error
 
 SETTINGS = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import ConfigReader, DrafterConfig, Shapes
+from ..config import DrafterConfig, Shapes
+from ..config_reader import ConfigReader
 
 
 def _places(*names: str) -> list[str]:

@@ -13,7 +13,8 @@ from mlx_dflash2.checkpoint import (
     find_source,
     stored_tensors,
 )
-from mlx_dflash2.config import DrafterConfig, check_fit, read_json
+from mlx_dflash2.config import DrafterConfig, check_fit
+from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import BORROWED, check_tensors, published_names
