@@ -92,6 +92,7 @@ def read_rope_scaling(read: ConfigReader) -> dict | None:
 
 
 def read_longest(read: ConfigReader) -> int | None:
+    """The longest context, where given."""
     if read.at("max_position_embeddings") is None:
         return None
     return read.integer("max_position_embeddings")
@@ -100,6 +101,7 @@ def read_longest(read: ConfigReader) -> int | None:
 def read_layers(
     read: ConfigReader, layers: int, block: int
 ) -> tuple[tuple[str, ...], int | None]:
+    """The type of every layer, and the window of the sliding ones."""
     types = read.at("layer_types")
     every_layer_slides = read.flag("dflash_config.use_swa")
     if types is None and every_layer_slides:
@@ -134,6 +136,7 @@ def read_layers(
 
 
 def read_taps(read: ConfigReader) -> tuple[int, ...]:
+    """The target layers whose outputs are read, 0-based."""
     place, taps = read.need(
         "dflash_config.target_layer_ids",
         "target_layer_ids",
@@ -176,6 +179,7 @@ def read_depth(read: ConfigReader, taps: tuple[int, ...]) -> int:
 
 
 def read_causality(read: ConfigReader) -> bool | None:
+    """Whether block rows see only rows before them; None where nothing says."""
     causal = read.flag(
         "is_causal",
         "dflash_config.is_causal",
@@ -192,6 +196,7 @@ def read_causality(read: ConfigReader) -> bool | None:
 
 
 def read_quantization(read: ConfigReader) -> dict | None:
+    """MLX's group size and bits; None for an unquantized drafter."""
     found = read.at("quantization")
     if found is None:
         if read.at("quantization_config") is not None:
