@@ -61,7 +61,8 @@ def drafting(drafter, sampling: str | None, threshold: float) -> str:
         raise DFlash2Error(
             f"draft_sampling is {sampling!r}, expected 'sample' or 'argmax'"
         )
-    if not isinstance(threshold, int | float) or not 0 <= threshold <= 1:
+    number = isinstance(threshold, int | float) and not isinstance(threshold, bool)
+    if not number or not 0 <= threshold <= 1:
         raise DFlash2Error(
             f"confidence_threshold is {threshold!r}, expected a number from 0 to 1"
         )

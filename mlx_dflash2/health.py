@@ -61,9 +61,13 @@ def available_memory() -> int | None:
     if limit is not None:
         return int(limit)
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (ValueError, OSError):
-        return None
+        for line in Path("/proc/meminfo").read_text(encoding="utf-8").splitlines():
+            name, _, amount = line.partition(":")
+            if name == "MemAvailable":
+                return int(amount.split()[0]) * 1024
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 def needed_memory(target: Path, drafter: Path) -> int:
@@ -79,13 +83,14 @@ def _weight_bytes(folder: Path) -> int:
 def _cache_bytes(folder: Path) -> int:
     """Keys and values in 16 bits; 0 where config.json does not give the sizes."""
     config = read_json(folder / "config.json")
-    try:
-        heads, size = config["num_attention_heads"], config["hidden_size"]
-        pairs = config.get("num_key_value_heads") or heads
-        width = pairs * (config.get("head_dim") or size // heads)
-        return POSITIONS * config["num_hidden_layers"] * width * 2 * 2
-    except (KeyError, TypeError, ZeroDivisionError):
+    heads, size = config.get("num_attention_heads"), config.get("hidden_size")
+    pairs = config.get("num_key_value_heads") or heads
+    layers, dim = config.get("num_hidden_layers"), config.get("head_dim")
+    if dim is None and type(heads) is type(size) is int and heads > 0:
+        dim = size // heads
+    if not all(type(number) is int for number in (layers, pairs, dim)):
         return 0
+    return POSITIONS * layers * pairs * dim * 2 * 2
 
 
 def blas_library() -> str | None:

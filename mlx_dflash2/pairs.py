@@ -63,35 +63,46 @@ def published_drafter(name: str) -> PublishedPair | None:
     return next((pair for pair in PAIRS if pair.drafter == name), None)
 
 
-def drafter_for(target: str) -> PublishedPair:
+def drafter_for(target: str, kind: str | None = None) -> PublishedPair:
     """The strongest published drafter of a target, a repository or a local folder.
 
     A repository is matched by its full name, a local folder by where the Hub's cache
     put it or by its fingerprint: the RL, SFT and base variants of a model have the same
     shape, and a folder's name proves nothing.
 
+    Args:
+        kind: Of this family only, such as "dspark".
+
     Raises:
         DFlash2Error: None is known for this target.
     """
     folder = Path(target).expanduser()
     repository = cached_repository(folder) if folder.is_dir() else target
-    for pair in PAIRS:
+    wanted = [pair for pair in PAIRS if kind in (None, pair.kind)]
+    for pair in wanted:
         if pair.target == repository:
             return pair
-    if repository is None and any(pair.target_fingerprints for pair in PAIRS):
+    if repository is None and any(pair.target_fingerprints for pair in wanted):
         found = fingerprint(folder)
-        for pair in PAIRS:
+        for pair in wanted:
             if found in pair.target_fingerprints:
                 return pair
+    family = f" of family {kind}" if kind else ""
     raise DFlash2Error(
-        f"{target}: no published drafter is known for it; name one with "
+        f"{target}: no published drafter{family} is known for it; name one with "
         "--draft-model, or decode with --plain (`mlx-dflash2 models` lists the known)"
     )
 
 
 def cached_repository(folder: Path) -> str | None:
     """The repository whose snapshot a folder of the Hub's cache is."""
-    found = re.search(r"/models--([^/]+)/snapshots/[0-9a-f]+/?$", str(folder.resolve()))
+    from huggingface_hub import constants
+
+    cache, folder = Path(constants.HF_HUB_CACHE).resolve(), folder.resolve()
+    if not folder.is_relative_to(cache):
+        return None
+    inside = folder.relative_to(cache).as_posix()
+    found = re.fullmatch(r"models--([^/]+)/snapshots/[0-9a-f]{40}", inside)
     return found[1].replace("--", "/") if found else None
 
 

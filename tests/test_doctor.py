@@ -112,6 +112,26 @@ def test_a_drafter_that_knows_nothing_is_doubted(pair, family):
     assert "hardly trained, or for another target" in doubt
 
 
+@pytest.mark.parametrize(
+    "changes", [{"head_dim": "32"}, {"num_hidden_layers": "2"}], ids=str
+)
+def test_a_malformed_config_cannot_run(pair, tmp_path, changes):
+    flags = changed(pair(eos="off"), tmp_path / "drafter", **changes)
+    result = run("doctor", *flags, "--json")
+    assert result.exit_code == 2
+    assert next(iter(changes)) in json.loads(result.stdout)["error"]
+
+
+@pytest.mark.parametrize("taps", [[4, 6], [4, 2]], ids=str)
+def test_a_misreading_that_is_not_tried_is_still_doubted(pair, tmp_path, taps):
+    made = pair(eos="off", layers=8, taps=(2, 4))
+    nested = json.loads((made.drafter / "config.json").read_text())["dflash_config"]
+    dflash = nested | {"target_layer_ids": taps}
+    flags = changed(made, tmp_path / "drafter", dflash_config=dflash)
+    [doubt] = examined(*flags, code=1)["doubts"]
+    assert "it is weak, hardly trained, or for another target" in doubt
+
+
 @pytest.mark.parametrize("family", ["dflash2", "dspark"])
 def test_a_drafter_of_another_target_of_this_shape_is_doubted(pair, family):
     target = pair(family=family, eos="off").target

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from command_line import assert_refused, run
 from fake_hub import FakeHub
+from huggingface_hub import constants
 
 from mlx_dflash2 import pairs
 from mlx_dflash2.errors import DFlash2Error
@@ -73,8 +74,12 @@ def test_a_folder_named_like_a_repository_proves_nothing(
 
 
 def test_a_snapshot_of_the_hub_cache_is_its_repository(tmp_path, monkeypatch):
-    snapshot = tmp_path / "models--openbmb--MiniCPM5-2B-SFT/snapshots" / ("0a" * 20)
+    name = "models--openbmb--MiniCPM5-2B-SFT/snapshots/" + "0a" * 20
+    snapshot, elsewhere = tmp_path / "hub" / name, tmp_path / "elsewhere" / name
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     snapshot.mkdir(parents=True)
+    elsewhere.mkdir(parents=True)
+    assert cached_repository(elsewhere) is None
     assert cached_repository(snapshot) == SFT
     assert drafter_for(str(snapshot)).drafter == DRAFTFIT
     monkeypatch.chdir(snapshot)
@@ -168,6 +173,28 @@ def test_generate_takes_the_official_drafter_by_itself(hub, flags):
     assert found["stats"]["accepted_per_cycle"] == [7]
 
 
+def test_auto_takes_the_drafter_of_the_kind_that_is_asked_for(hub):
+    result = run("generate", "a", "-m", 3, "--json", "--draft-kind", "dflash2")
+    assert json.loads(result.stdout)["draft_model"] == DFLASH2
+    result = run("generate", "a", "-m", 3, "--draft-kind", "dflash")
+    assert_refused(result, "no published drafter of family dflash")
+
+
+def test_auto_is_never_a_folder_that_hides_the_published_drafter(
+    hub, pair, monkeypatch, tmp_path
+):
+    shutil.copytree(pair("random").drafter, tmp_path / DSPARK)
+    monkeypatch.chdir(tmp_path)
+    result = run("generate", "a", "-m", 3)
+    assert_refused(result, DSPARK, "hides the published drafter")
+
+
+def test_terms_come_before_a_conversion(hub, tmp_path):
+    result = run("convert", DRAFTFIT, tmp_path / "out", "--to-mlx")
+    assert result.exit_code == 0, result.stderr
+    assert "non-commercial" in result.stderr
+
+
 def test_a_named_drafter_is_taken_without_a_word(hub):
     result = run("generate", "a", "-m", 9, "--json", "--draft-model", DFLASH2)
     assert "Drafter: " not in result.stderr
@@ -214,12 +241,6 @@ def test_an_unknown_target_is_refused_before_anything_is_fetched(hub, command):
     assert last.startswith("Error: someone/else: no published drafter")
     assert "--draft-model" in last and "Traceback" not in result.stderr
     assert len(hub.requests) == asked
-
-
-def test_the_wrong_family_of_the_automatic_drafter_is_refused(hub):
-    result = run("generate", "a", "--draft-kind", "dflash2")
-    assert result.exit_code == 2
-    assert f"{DSPARK}" in result.stderr and "but dflash2 was" in result.stderr
 
 
 def test_a_pair_that_does_not_fit_is_refused(hub, pair):

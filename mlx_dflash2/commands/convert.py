@@ -5,6 +5,7 @@ from typing import Any
 import click
 
 from ..errors import DFlash2Error
+from .drafters import print_terms
 
 
 def run_convert(options: dict[str, Any]) -> int:
@@ -23,6 +24,7 @@ def run_convert(options: dict[str, Any]) -> int:
     if quantize:
         options["quantize_bits"] = 4 if bits is None else bits
         options["quantize_group_size"] = 64 if group is None else group
+    print_terms(options["source"])
     report = (to_mlx if mlx else to_torch)(
         options.pop("source"), options.pop("destination"), **options
     )

@@ -11,6 +11,7 @@ from ..errors import DFlash2Error
 from .drafters import load_named_drafter, name_drafter
 
 HEALTHY, DOUBTFUL = 0, 1  # a pair that cannot run is an error, which ends with 2
+WEAK = 0.5  # accepted tokens a block; below, drafting seldom pays for itself
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "A train leaves at 9:40 and arrives at 13:05. How long was the journey?",
@@ -161,17 +162,18 @@ def _memory_doubts(needed: int, free: int | None) -> list[str]:
 
 def _pair_doubts(diagnosis) -> list[str]:
     configured, better, doubts = diagnosis.configured, diagnosis.better, []
-    if better is not None:
+    if better is not None and better.mean >= WEAK:
         field = better.reading.field
         cause = "the stored type loses" if field == "dtype" else "config.json is wrong"
         doubts.append(
             f"{field} {better.reading.value} accepts {better.mean:.2f} tokens a block, "
-            f"the configured reading {configured.mean:.2f}: probably {cause} there"
+            f"the configured reading {configured.mean:.2f}: probably {cause} there, or "
+            "in a setting that is not tried here, such as mask_token_id"
         )
-    elif configured.mean < 0.05:
+    elif configured.mean < WEAK:
         doubts.append(
-            f"the drafter accepts {configured.mean:.2f} tokens a block under every "
-            "reading: it was hardly trained, or for another target"
+            f"the drafter accepts {configured.mean:.2f} tokens a block, and no reading "
+            "tried does well: it is weak, hardly trained, or for another target"
         )
     return doubts
 

@@ -1,10 +1,12 @@
 """The drafter a command line names, or the published one of its target."""
 
+from pathlib import Path
 from typing import Any
 
 import click
 
-from ..pairs import PublishedPair, drafter_for, published_drafter
+from ..errors import DFlash2Error
+from ..pairs import drafter_for, published_drafter
 
 AUTO = "auto"
 
@@ -19,10 +21,15 @@ def name_drafter(options: dict[str, Any]) -> None:
         DFlash2Error: None is known for this target.
     """
     if options["draft_model"] == AUTO:
-        pair = drafter_for(options["model"])
-        options["draft_model"] = pair.drafter
+        pair = drafter_for(options["model"], options["draft_kind"])
+        if Path(pair.drafter).exists():
+            raise DFlash2Error(
+                f"{pair.drafter}: a local folder hides the published drafter of this "
+                "name; name a drafter with --draft-model, or run elsewhere"
+            )
+        options["draft_model"], options["draft_kind"] = pair.drafter, pair.kind
         click.echo(f"Drafter: {pair.drafter} ({pair.kind}) for {pair.target}", err=True)
-    _print_terms(published_drafter(options["draft_model"]))
+    print_terms(options["draft_model"])
 
 
 def load_named_drafter(options: dict[str, Any], target):
@@ -39,7 +46,8 @@ def load_named_drafter(options: dict[str, Any], target):
     )
 
 
-def _print_terms(pair: PublishedPair | None) -> None:
-    """Say under which terms a drafter comes before any of it is fetched."""
-    if pair is not None and pair.terms:
+def print_terms(drafter: str) -> None:
+    """Say under which terms a drafter of the Hub comes before any of it is fetched."""
+    pair = published_drafter(drafter)
+    if pair is not None and pair.terms and not Path(drafter).exists():
         click.echo(f"{pair.drafter}: {pair.terms}", err=True)

@@ -295,8 +295,10 @@ class _Run:
             lines.append(f"Engine: plain ({plain_reason})")
         else:
             lines.append(f"Engine: speculative, {self._acceptance(stats)}")
-            if stats.cycles >= ENOUGH_CYCLES and (
-                stats.acceptance_length < LOW_ACCEPTANCE
+            if (
+                stats.cycles >= ENOUGH_CYCLES
+                and stats.drafted >= stats.cycles
+                and stats.acceptance_length < LOW_ACCEPTANCE
             ):
                 lines.append(
                     "This drafter accepts little here; compare the speed with --plain."

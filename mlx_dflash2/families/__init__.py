@@ -93,6 +93,9 @@ def read_drafter_config(
         DFlash2Error: A field is missing, contradictory or not supported, or the
             family is not the expected one.
     """
+    known = [family.kind for family in FAMILIES]
+    if kind is not None and kind not in known:
+        raise DFlash2Error(f"kind is {kind!r}, expected one of {', '.join(known)}")
     path = Path(folder) / "config.json"
     raw = read_json(path)
     if tensors is None:
