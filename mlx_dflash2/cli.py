@@ -7,6 +7,7 @@ from importlib import metadata
 import click
 
 from .errors import DFlash2Error
+from .families import FAMILIES
 
 TARGET = "openbmb/MiniCPM5-2B"
 ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
@@ -104,7 +105,7 @@ def pair_options(command):
         ),
         click.option(
             "--draft-kind",
-            type=click.Choice(["dflash2", "dflash", "dspark"]),
+            type=click.Choice([family.kind for family in FAMILIES]),
             help="The family you expect; another is an error.",
         ),
         click.option("--revision", help="The target's branch, tag or commit."),

@@ -45,6 +45,7 @@ class DrafterConfig:
     network_class: ClassVar[str]  # in the module named `kind`, of either backend
     places: ClassVar[dict[str, str]]  # where a published config.json has a field
     default_first_row: ClassVar[int] = 1
+    first_row_varies: ClassVar[bool] = True  # a config may name the other one
     sliding_is_causal: ClassVar[bool] = True  # where is_causal is not given
     draft_sampling: ClassVar[str] = "sample"  # the faster way to draft at T > 0
     only: ClassVar[dict[str, Any]] = {}  # settings the family has one form of

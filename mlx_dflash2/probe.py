@@ -87,7 +87,7 @@ def near_misses(config: DrafterConfig, target_theta: float) -> Iterator[Reading]
             changed = replace(config, target_layer_ids=moved)
             yield Reading("target_layer_ids", f"{list(moved)}", changed)
     other_row = 1 - config.first_row
-    if config.kind != "dflash2" and config.block_size > other_row:
+    if config.first_row_varies and config.block_size > other_row:
         yield Reading(
             "logits_start", str(other_row), replace(config, first_row=other_row)
         )

@@ -23,6 +23,7 @@ class DFlash2Config(DrafterConfig):
         for name in ("block_size", "mask_token_id", "target_layer_ids", *SETTINGS)
     }
     own_settings = SETTINGS
+    first_row_varies = False
 
     conv_kernel_size: int
     conv_group_size: int
