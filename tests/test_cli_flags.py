@@ -411,7 +411,7 @@ def test_the_default_pair_is_minicpm5_and_its_strongest_drafter(monkeypatch):
         ("openbmb/MiniCPM5-2B", {"revision": "r", "offline": False}),
         (
             "openbmb/MiniCPM5-2B-DSpark",
-            {"revision": "d", "offline": False, "bits": None, "kind": None},
+            {"revision": "d", "offline": False, "bits": None, "kind": "dspark"},
         ),
     ]
 

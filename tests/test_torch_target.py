@@ -105,7 +105,8 @@ loaded = [name for name in sys.modules if name.split(".")[0] in ("mlx", "mlx_lm"
 assert "mlx_dflash2.torch.drafter" in sys.modules
 assert not loaded, loaded
 ours = [name for name in sys.modules if name.startswith("mlx_dflash2.")]
-allowed = {"torch", "checkpoint", "config", "errors", "families", "names", "stats"}
+allowed = {"torch", "checkpoint", "errors", "families", "names", "stats"}
+allowed |= {"config", "config_fields", "config_reader"}
 assert {name.split(".")[1] for name in ours} <= allowed, ours
 """
     done = subprocess.run(
