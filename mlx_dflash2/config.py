@@ -48,7 +48,6 @@ class DrafterConfig:
     first_row_varies: ClassVar[bool] = True  # a config may name the other one
     sliding_is_causal: ClassVar[bool] = True  # where is_causal is not given
     draft_sampling: ClassVar[str] = "sample"  # the faster way to draft at T > 0
-    only: ClassVar[dict[str, Any]] = {}  # settings the family has one form of
     own_settings: ClassVar[tuple[str, ...]] = ()  # config.json fields no other has
 
     hidden_size: int
@@ -86,7 +85,7 @@ class DrafterConfig:
             DFlash2Error: A field is missing, contradictory or not supported.
         """
         read = ConfigReader(raw, where)
-        refuse_other_networks(read, cls.only)
+        refuse_other_networks(read)
         size = read.integer("hidden_size")
         heads = read.integer("num_attention_heads")
         block = read.integer(

@@ -1,7 +1,5 @@
 """The fields of a drafter's config.json that take more than a look to read."""
 
-from typing import Any
-
 from .config_reader import ConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -22,7 +20,7 @@ PARTS = (  # objects a config.json may hold
 )
 
 
-def refuse_other_networks(read: ConfigReader, only: dict[str, Any]) -> None:
+def refuse_other_networks(read: ConfigReader) -> None:
     """Refuse a config that describes something this network does not compute."""
     for part in PARTS:
         if not isinstance(read.at(part), dict | None):
@@ -33,7 +31,7 @@ def refuse_other_networks(read: ConfigReader, only: dict[str, Any]) -> None:
             f"draft_vocab_size {draft_vocab} differs from vocab_size "
             f"{read.at('vocab_size')}; reduced vocabularies are not supported"
         )
-    for place, supported in (ONLY | only).items():
+    for place, supported in ONLY.items():
         if read.at(place) not in (None, supported):
             raise read.fail(
                 f"{place} is {read.at(place)!r}; only {supported!r} is supported"
