@@ -17,9 +17,11 @@ from mlx_dflash2.cli import main
 ROOT = Path(__file__).resolve().parent.parent
 
 # What `mlx-dflash2` does, on the device of the tests and without PyTorch, which costs
-# seconds to import and which nothing here needs.
+# seconds to import and which nothing here needs. A shell that runs the tests in the
+# background has them ignore SIGINT, and their processes would inherit that.
 START = f"""
-import importlib.util, os, sys
+import importlib.util, os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.modules["torch"] = None
 sys.path.insert(0, {str(ROOT)!r})
 import mlx_dflash2
