@@ -1,4 +1,4 @@
-"""What a bench measured, as its JSON file holds it; nothing here is computed from it."""
+"""What a bench measured, as its JSON file holds it; nothing is computed here."""
 
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
