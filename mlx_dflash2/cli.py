@@ -1,16 +1,13 @@
 """The command line: parse, call one function, print."""
 
-import json
 import sys
 from importlib import metadata
 
 import click
 
+from .cli_bench import bench
+from .cli_options import ABOVE_ZERO, JSONObject, TokenBias, pair_options
 from .errors import DFlash2Error
-from .families import FAMILIES
-
-TARGET = "openbmb/MiniCPM5-2B"
-ABOVE_ZERO = click.FloatRange(min=0, min_open=True)
 
 
 class Group(click.Group):
@@ -58,65 +55,6 @@ def _print_version(context: click.Context, option: click.Option, asked: bool) ->
         context.exit()
 
 
-class JSONObject(click.ParamType):
-    """A JSON object on the command line."""
-
-    name = "json"
-
-    def convert(self, value, param, context) -> dict:
-        if isinstance(value, dict):
-            return value
-        try:
-            parsed = json.loads(value)
-        except ValueError as error:
-            self.fail(f"not valid JSON ({error})", param, context)
-        if not isinstance(parsed, dict):
-            self.fail(f"expected a JSON object, found {value!r}", param, context)
-        return parsed
-
-
-class TokenBias(JSONObject):
-    """A JSON object of token ids to numbers."""
-
-    def convert(self, value, param, context) -> dict[int, float]:
-        parsed = super().convert(value, param, context)
-        try:
-            return {int(token): float(bias) for token, bias in parsed.items()}
-        except (TypeError, ValueError):
-            self.fail('expected token ids and numbers, as {"42": -5}', param, context)
-
-
-def pair_options(command):
-    """The options that name a target and its drafter."""
-    options = [
-        click.option(
-            "--model",
-            "--target",
-            default=TARGET,
-            show_default=True,
-            help="Folder or Hub id of the target.",
-        ),
-        click.option(
-            "--draft-model",
-            "--drafter",
-            default="auto",
-            show_default=True,
-            help="Folder or Hub id; auto takes the strongest published for the target.",
-        ),
-        click.option(
-            "--draft-kind",
-            type=click.Choice([family.kind for family in FAMILIES]),
-            help="The family you expect; another is an error.",
-        ),
-        click.option("--revision", help="The target's branch, tag or commit."),
-        click.option("--draft-revision", help="The drafter's."),
-        click.option("--offline", is_flag=True, help="Open no connection."),
-    ]
-    for option in reversed(options):
-        command = option(command)
-    return command
-
-
 @click.group(cls=Group, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
     "--version",
@@ -133,7 +71,7 @@ def main() -> None:
 @main.command()
 @click.argument("text", metavar="[PROMPT]", required=False)
 @click.option("--prompt", "-p", help="The message; - reads stdin. \\n and \\t count.")
-@pair_options
+@pair_options()
 @click.option("--system-prompt", help="For the chat template.")
 @click.option(
     "--max-tokens",
@@ -262,7 +200,7 @@ def models(as_json: bool) -> None:
 
 
 @main.command()
-@pair_options
+@pair_options()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def doctor(**options) -> None:
     """Check this machine, then a pair: what was read, whether it is read right.
@@ -272,3 +210,6 @@ def doctor(**options) -> None:
     from .commands.doctor import run_doctor
 
     sys.exit(run_doctor(options))
+
+
+main.add_command(bench)

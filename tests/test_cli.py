@@ -9,7 +9,7 @@ import pytest
 from command_line import answer, assert_refused, generate, models, run
 from pair_files import EOS, EOS2
 
-from mlx_dflash2.cli import TARGET
+from mlx_dflash2.cli_options import TARGET
 from mlx_dflash2.verify import Comparison
 
 KEYS = {

@@ -15,7 +15,7 @@ def name_drafter(options: dict[str, Any]) -> None:
     """Replace `auto` by the strongest published drafter; say so, and its terms.
 
     Args:
-        options: The options that `cli.pair_options` declares; changed in place.
+        options: The options that `cli_options.pair_options` declares; changed in place.
 
     Raises:
         DFlash2Error: None is known for this target.
