@@ -15,7 +15,7 @@ import click
 from mlx_dflash2.errors import DFlash2Error
 
 if TYPE_CHECKING:
-    from mlx_dflash2.verify import Comparison
+    from mlx_dflash2.comparison import Comparison
 
 PROMPTS = Path(__file__).with_name("lossless.jsonl")
 

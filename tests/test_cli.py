@@ -10,7 +10,7 @@ from command_line import answer, assert_refused, generate, models, run
 from pair_files import EOS, EOS2
 
 from mlx_dflash2.cli_options import TARGET
-from mlx_dflash2.verify import Comparison
+from mlx_dflash2.comparison import Comparison
 
 KEYS = {
     "text": str,
@@ -468,7 +468,7 @@ def test_verify_finds_a_true_difference(pair, monkeypatch):
     line = result.stderr.splitlines()[-1]
     assert line.startswith(
         f"Verify: difference: first split at token {split}, plain decoding has "
-        f"{right[split]}, speculative {wrong[split]}; logit gap "
+        f"{right[split]}, speculative {wrong[split]}; logits "
     )
     assert line.endswith("units in the last place)")
     result = generate(made, "a", "-m", 20, "--verify", "--json", *ENDLESS)
@@ -478,13 +478,14 @@ def test_verify_finds_a_true_difference(pair, monkeypatch):
     assert found["position"] == split
     assert (found["plain"], found["speculative"]) == (right[split], wrong[split])
     assert found["gap"] > 0 and found["ulps"] > 2
+    assert found["plain_logit"] - found["speculative_logit"] == found["gap"]
 
 
 def test_verify_lets_a_near_tie_pass(pair, monkeypatch):
-    import mlx_dflash2.verify as verify
+    import mlx_dflash2.comparison as comparison
 
     accept_everything(monkeypatch)
-    monkeypatch.setattr(verify, "TIE_GAP", float("inf"))
+    monkeypatch.setattr(comparison, "TIE_GAP", float("inf"))
     flags = "a", "-m", 20, "--verify", *ENDLESS
     result = generate(pair("random"), *flags)
     assert result.exit_code == 0
@@ -500,6 +501,8 @@ def test_verify_in_json_says_identical(oracle):
         "position": None,
         "plain": None,
         "speculative": None,
+        "plain_logit": None,
+        "speculative_logit": None,
         "gap": None,
         "ulps": None,
     }
@@ -517,7 +520,7 @@ def test_verify_in_json_says_identical(oracle):
     ],
 )
 def test_a_near_tie_is_below_a_stated_gap(gap, ulps, kind):
-    assert Comparison(3, 5, 6, gap, ulps).kind == kind
+    assert Comparison(3, 5, 6, 9.0, 9.0 - gap, gap, ulps).kind == kind
 
 
 def test_one_decoding_that_ends_early_is_a_difference():

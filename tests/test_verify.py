@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 import pytest
 
-from mlx_dflash2.verify import Comparison, compare
+from mlx_dflash2.comparison import Comparison
+from mlx_dflash2.verify import compare
 
 
 @dataclass
@@ -35,6 +36,8 @@ def test_equal_tokens_are_identical():
         "position": None,
         "plain": None,
         "speculative": None,
+        "plain_logit": None,
+        "speculative_logit": None,
         "gap": None,
         "ulps": None,
     }
@@ -44,10 +47,12 @@ def test_equal_tokens_are_identical():
 def test_a_clear_gap_is_a_difference():
     found = compare([1, 2, 4, 9], plain([1, 2, 3, 9], gap=0.5))
     assert (found.position, found.plain, found.speculative) == (2, 3, 4)
-    assert found.gap == 0.5
+    assert (found.plain_logit, found.speculative_logit, found.gap) == (4.0, 3.5, 0.5)
     assert found.kind == "difference"
     assert "first split at token 2" in str(found)
-    assert "plain decoding has 3, speculative 4" in str(found)
+    assert "plain decoding has 3, speculative 4; logits 4 and 3.5, gap 0.5" in str(
+        found
+    )
 
 
 @pytest.mark.parametrize("gap", [0.0, 4e-4, 9e-4])
