@@ -137,7 +137,7 @@ class Stream(Iterator[Response]):
 
     def _respond(self) -> Iterator[Response]:
         begin = time.perf_counter()
-        with _wired_limit(), self._emissions() as emissions:
+        with wired_limit(), self._emissions() as emissions:
             for emission in emissions:
                 now = time.perf_counter()
                 if not self._tokens:
@@ -344,7 +344,7 @@ def generate(
 
 
 @contextlib.contextmanager
-def _wired_limit() -> Iterator[None]:
+def wired_limit() -> Iterator[None]:
     """Let MLX wire the recommended working set for the run, as mlx-lm does."""
     before = maybe_set_recommended_wired_limit()
     try:
