@@ -124,7 +124,7 @@ class PromptRecord:
 
     Attributes:
         thinking: The mode the chat template was given; None left it to the template.
-        tools: Whether tools were given and the chat template wrote them.
+        tools: Whether the chat template wrote the given tools; None without tools.
         runs: In the order they ran.
         text: What plain decoding of the first target wrote.
     """
@@ -134,7 +134,7 @@ class PromptRecord:
     thinking: bool | None
     sha256: str
     messages: list[dict[str, Any]]
-    tools: bool
+    tools: bool | None
     prompt_tokens: int
     runs: list[RunRecord]
     speculation: list[Speculation]
