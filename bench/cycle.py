@@ -9,13 +9,14 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from mlx_dflash2.cycle_parts import CycleParts, measure
+from mlx_dflash2.cycle_parts import CycleParts
 from mlx_dflash2.decode import Decoding
 from mlx_dflash2.drafter import Drafter
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.generation import wired_limit
 from mlx_dflash2.sampling import SamplingConfig, TokenRule
 from mlx_dflash2.target import Target
+from mlx_dflash2.timing import measure
 
 from .estimates import Estimate, median_interval
 

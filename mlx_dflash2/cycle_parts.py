@@ -1,8 +1,6 @@
 """The parts of a cycle, each alone, over caches that hold a context."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import mlx.core as mx
 
@@ -10,8 +8,6 @@ from .decode import Decoding
 from .drafter import Drafter, Draws
 from .sampling import SamplingConfig, TokenRule
 from .target import Target
-
-Name = TypeVar("Name")
 
 
 class CycleParts:
@@ -44,10 +40,15 @@ class CycleParts:
         self.anchor = first.tokens[0]
         self.cache, self.context, self.taps = held.cache, held.context, held.taps
 
-    def forward(self, rows: int) -> None:
-        """A target forward with its taps, and the choice of every row's token."""
+    def forward(self, rows: int, *, tapped: bool = True) -> None:
+        """A target forward and the choice of every row's token.
+
+        Args:
+            tapped: Read the drafter's taps too, as a verify does.
+        """
         tokens = mx.full((1, rows), self.anchor, mx.int32)
-        hidden, features = self.target.forward(tokens, self.cache, self.taps)
+        taps = self.taps if tapped else ()
+        hidden, features = self.target.forward(tokens, self.cache, taps)
         chosen = mx.argmax(self.target.head(hidden), axis=-1)
         mx.eval(chosen, [] if features is None else features)
         self.target.roll_back(self.cache, self.length)
@@ -73,16 +74,3 @@ class CycleParts:
             mx.eval(self.drafter.decide(hidden, logits, anchor, Draws()).tokens)
 
         return decide
-
-
-def measure(
-    parts: Mapping[Name, Callable[[], None]], rounds: int
-) -> dict[Name, list[float]]:
-    """Milliseconds of every part, in turn, once a round."""
-    taken: dict[Name, list[float]] = {name: [] for name in parts}
-    for _ in range(rounds):
-        for name, part in parts.items():
-            began = time.perf_counter()
-            part()
-            taken[name].append((time.perf_counter() - began) * 1e3)
-    return taken
