@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import mlx.core as mx
@@ -218,9 +219,10 @@ def _quantize(drafter: Drafter, bits: int, source: Source) -> None:
                     "which groups of 64 do not divide; convert it with "
                     "-q --q-group-size 32"
                 )
+    settings = {"group_size": 64, "bits": bits}
     nn.quantize(
         drafter,
-        group_size=64,
-        bits=bits,
+        **settings,
         class_predicate=lambda name, m: isinstance(m, nn.Linear) and quantizable(name),
     )
+    drafter.config = replace(drafter.config, quantization=settings)

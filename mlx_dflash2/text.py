@@ -137,7 +137,7 @@ def encode_prompt(tokenizer, prompt, template_options: dict | None = None) -> li
     """Token ids of a prompt.
 
     Args:
-        tokenizer: mlx-lm's wrapper.
+        tokenizer: mlx-lm's wrapper, or transformers' tokenizer.
         prompt: A string, encoded as mlx-lm does (with special tokens unless it begins
             with the bos text); a list of messages, rendered by the chat template; or
             token ids as a list or an array.
@@ -179,7 +179,10 @@ def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
     `options` stay undefined, so the template's own defaults hold. The template writes
     the bos text itself, therefore none is added.
     """
-    if not tokenizer.has_chat_template:
+    wrapped = hasattr(tokenizer, "has_chat_template")
+    inner = tokenizer._tokenizer if wrapped else tokenizer  # the wrapper sets thinking
+    known = tokenizer.has_chat_template if wrapped else inner.chat_template is not None
+    if not known:
         raise DFlash2Error(
             "this tokenizer has no chat template; pass the prompt as plain text "
             "(--ignore-chat-template)"
@@ -190,7 +193,6 @@ def render_chat(tokenizer, messages: list[dict], options: dict) -> list[int]:
                 f"message {number} of the prompt is no mapping with a role: {message!r}"
             )
     continued = messages[-1]["role"] == "assistant"
-    inner = getattr(tokenizer, "_tokenizer", tokenizer)  # the wrapper sets thinking
     try:
         text = inner.apply_chat_template(
             messages,

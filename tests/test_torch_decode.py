@@ -167,12 +167,12 @@ def test_no_drafts_is_plain_decoding(target, plain):
 
 def test_after_a_cycle_the_context_equals_a_fresh_prefill(target, plain):
     """Rejected rows must leave nothing behind in cache or context."""
-    from mlx_dflash2.torch.decode import Drafting, _Run
+    from mlx_dflash2.torch.decode import Decoding, Drafting
 
     drafter = real_drafter("sliding")
     wrong = Scripted(len(PROMPT), list(plain), 2)
     greedy = SamplingConfig(), Drafting(limit=7)
-    run, fresh = (_Run(target, drafter, *greedy) for _ in range(2))
+    run, fresh = (Decoding(target, drafter, *greedy) for _ in range(2))
     tokens = [run.prefill(PROMPT, 2048)]
     run._propose = lambda anchor: wrong.propose(
         anchor, target, run.context, temperature=0, generator=None

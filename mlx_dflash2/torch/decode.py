@@ -4,7 +4,8 @@ Between cycles the target's cache and the drafter's context hold the prompt and 
 emitted token except the anchor.
 """
 
-from collections.abc import Collection, Sequence
+import time
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,7 @@ from .sampling import (
     probabilities,
 )
 from .target import Target
+from .timing import time_when_done
 
 
 @dataclass(frozen=True)
@@ -33,11 +35,23 @@ class Decoded:
         tokens: Emitted tokens, the one that ended the sequence included.
         finish_reason: "stop" after an end-of-sequence token, else "length".
         stats: Counts per cycle.
+        prefill_seconds: Until the first token.
+        decode_seconds: From then on.
     """
 
     tokens: tuple[int, ...]
     finish_reason: str
     stats: AcceptanceStats
+    prefill_seconds: float
+    decode_seconds: float
+
+
+@dataclass(frozen=True)
+class PlainToken:
+    """A token of plain decoding and the row it was chosen from, shape (V,)."""
+
+    token: int
+    logits: Tensor
 
 
 @dataclass(frozen=True)
@@ -97,9 +111,10 @@ def decode(
     _check_request(target, prompt, max_tokens, prefill_step)
     ends = target.eos_token_ids if eos is None else frozenset(eos)
     with torch.no_grad():
-        run = _Run(target, drafter if drafting.limit else None, sampling, drafting)
+        begin = time.perf_counter()
+        run = Decoding(target, drafter if drafting.limit else None, sampling, drafting)
         tokens = [run.prefill(prompt, prefill_step)]
-        stats = AcceptanceStats()
+        stats, first = AcceptanceStats(), time_when_done(target.device)
         while tokens[-1] not in ends and len(tokens) < max_tokens:
             drafts = min(drafting.limit, max_tokens - len(tokens) - 1)
             drafted, verdict = run.cycle(tokens[-1], drafts)
@@ -109,11 +124,37 @@ def decode(
             else:
                 stats.plain_steps += 1
             tokens += emitted
-    return Decoded(tuple(tokens), "stop" if tokens[-1] in ends else "length", stats)
+        last = time_when_done(target.device)
+    finish = "stop" if tokens[-1] in ends else "length"
+    return Decoded(tuple(tokens), finish, stats, first - begin, last - first)
 
 
-class _Run:
-    """One sequence: the target's cache, the drafter's context, the random draws."""
+@torch.no_grad()
+def plain_tokens(
+    target: Target,
+    prompt: Sequence[int],
+    *,
+    max_tokens: int,
+    eos: Collection[int],
+) -> Iterator[PlainToken]:
+    """The greedy tokens of `decode` without a drafter, one by one."""
+    run = Decoding(target, None, SamplingConfig(), Drafting(limit=0))
+    token = run.prefill(prompt)
+    yield PlainToken(token, run.row)
+    for _ in range(max_tokens - 1):
+        if token in eos:
+            return
+        _, verdict = run.cycle(token, 0)
+        token = verdict.bonus
+        yield PlainToken(token, run.row)
+
+
+class Decoding:
+    """One sequence: the target's cache, the drafter's context, the random draws.
+
+    Attributes:
+        row: Logits that the last token was chosen from. Shape: (V,).
+    """
 
     def __init__(
         self,
@@ -130,7 +171,7 @@ class _Run:
         self.generator = torch.Generator(target.device).manual_seed(sampling.seed)
         self.length = 0  # committed positions, that is the position of the anchor
 
-    def prefill(self, prompt: Sequence[int], step: int) -> int:
+    def prefill(self, prompt: Sequence[int], step: int = 2048) -> int:
         """Commit the prompt and return the first token."""
         for start in range(0, len(prompt), step):
             chunk = prompt[start : start + step]
@@ -177,11 +218,14 @@ class _Run:
         return logits[0], features
 
     def _judge(self, proposal: Proposal | None, logits: Tensor) -> Verdict:
-        if not self.sampling.greedy:
+        if self.sampling.greedy:
+            tokens = proposal.tokens if proposal else logits.new_empty(0)
+            verdict = accept_greedy(tokens, logits)
+        else:
             chances = probabilities(logits, self.sampling)
-            return accept_sampled(proposal, chances, self.generator)
-        tokens = proposal.tokens if proposal else logits.new_empty(0)
-        return accept_greedy(tokens, logits)
+            verdict = accept_sampled(proposal, chances, self.generator)
+        self.row = logits[verdict.accepted]
+        return verdict
 
     def _commit(self, features: Tensor | None, kept: int) -> None:
         """Count the first `kept` rows of a forward as committed."""

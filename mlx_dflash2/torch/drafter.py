@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from mlx_dflash2.checkpoint import Source
 from mlx_dflash2.config import DrafterConfig
 
 from .attention import RMSNorm, visible
@@ -74,6 +75,9 @@ class Drafter(nn.Module):
     A family subclasses it, chooses its layers and decides tokens from rows. Embedding
     and head are the target's and passed in where they are needed, unless
     the checkpoint brings its own.
+
+    Attributes:
+        source: Where it was loaded from, if it was.
     """
 
     layer_class: type[nn.Module] = DrafterLayer
@@ -84,9 +88,10 @@ class Drafter(nn.Module):
         *,
         own_embedding: bool = False,
         own_head: bool = False,
+        source: Source | None = None,
     ):
         super().__init__()
-        self.config = config
+        self.config, self.source = config, source
         size, eps = config.hidden_size, config.rms_norm_eps
         self.fc = nn.Linear(len(config.target_layer_ids) * size, size, bias=False)
         self.hidden_norm = RMSNorm(size, eps)

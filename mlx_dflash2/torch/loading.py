@@ -75,6 +75,7 @@ def load_drafter(
             config,
             own_embedding=BORROWED[0] in weights,
             own_head=BORROWED[1] in weights,
+            source=source,
         )
     if dtype is None:
         dtype = _common_dtype(weights)
@@ -126,7 +127,7 @@ def load_target(
     )
     _refuse_incomplete(info, where=source.name)
     _check_rope(raw, model.config.rope_parameters, where=f"{source.name}/config.json")
-    return Target(model.to(device))
+    return Target(model.to(device), source)
 
 
 def _check_target_config(raw: dict, *, where: str) -> None:

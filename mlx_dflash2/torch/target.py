@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, LlamaForCausalLM
 
+from mlx_dflash2.checkpoint import Source
+
 # transformers renamed the argument
 _CACHE = (
     "cache"
@@ -20,11 +22,12 @@ class Target:
 
     Attributes:
         model: The transformers model, in evaluation mode, its weights frozen.
+        source: Where it was loaded from, if it was.
         eos_token_ids: The tokens that end a sequence, as its files say.
     """
 
-    def __init__(self, model: LlamaForCausalLM):
-        self.model = model.eval().requires_grad_(False)
+    def __init__(self, model: LlamaForCausalLM, source: Source | None = None):
+        self.model, self.source = model.eval().requires_grad_(False), source
         self.eos_token_ids = frozenset(
             _as_list(model.generation_config.eos_token_id)
             or _as_list(model.config.eos_token_id)
@@ -41,6 +44,10 @@ class Target:
     @property
     def vocab_size(self) -> int:
         return self.model.config.vocab_size
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
 
     @property
     def device(self) -> torch.device:
