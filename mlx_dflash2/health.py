@@ -2,15 +2,23 @@
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from statistics import median
 
 import mlx.core as mx
 
 from .checkpoint import stored_tensors
 from .config_reader import read_json
+from .cycle_parts import CycleParts
+from .target import Target
+from .timing import measure
 
 SIZE, ROWS = 512, 5
+WIDTHS = range(1, 9)  # rows of a verify, up to a usual block
+ROUNDS = 5
 POSITIONS = 4096  # a long chat
 TOLERANCE = {mx.float32: 1e-4, mx.float16: 1e-2, mx.bfloat16: 5e-2}
 
@@ -53,6 +61,14 @@ def _check_type(dtype: mx.Dtype, rows: mx.array, weight: mx.array) -> TypeCheck:
         return TypeCheck(name, None, None, False)
     gap = mx.abs(product.astype(mx.float32) - exact).max() / mx.abs(exact).max()
     return TypeCheck(name, gap.item(), seconds, gap.item() < TOLERANCE[dtype])
+
+
+def row_costs(target: Target, prompt: Sequence[int]) -> list[float]:
+    """Milliseconds of a target forward of each of `WIDTHS` rows after a prompt."""
+    parts = CycleParts(target, None, prompt)
+    forwards = {rows: partial(parts.forward, rows) for rows in WIDTHS}
+    measure(forwards, 1)
+    return [median(taken) for taken in measure(forwards, ROUNDS).values()]
 
 
 def available_memory() -> int | None:

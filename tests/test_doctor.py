@@ -8,6 +8,7 @@ import pytest
 from command_line import models, run
 from fake_hub import FakeHub
 
+import mlx_dflash2.health as health
 from mlx_dflash2.errors import DFlash2Error
 
 FIELDS = {
@@ -92,6 +93,38 @@ def test_the_report_in_words_says_the_same(pair):
     assert result.stdout.endswith("\nHealthy.\n")
 
 
+def test_the_cost_of_rows_is_measured_over_a_prompt(pair, monkeypatch):
+    from mlx_dflash2.loading import load_target
+    from mlx_dflash2.target import Target
+
+    target, _ = load_target(pair(eos="off").target)
+    rows, forward = [], Target.forward
+
+    def note(self, tokens, cache, taps=()):
+        rows.append((tokens.shape[1], cache[0].offset))
+        return forward(self, tokens, cache, taps)
+
+    monkeypatch.setattr(Target, "forward", note)
+    costs = health.row_costs(target, [5, 6, 7])
+    assert len(costs) == 8 and min(costs) > 0
+    prefill, measured = rows[:2], rows[2:]
+    assert prefill == [(2, 0), (1, 2)]
+    assert measured == [(count, 3) for count in range(1, 9)] * (health.ROUNDS + 1)
+
+
+@pytest.mark.parametrize("most", [1.5, 2.5])
+def test_an_expensive_verify_is_said_and_no_doubt(pair, monkeypatch, most):
+    made, costs = pair(eos="off"), [4.0] * 7 + [4.0 * most]
+    monkeypatch.setattr(health, "row_costs", lambda target, prompt: costs)
+    assert examined(*models(made), code=0)["pair"]["forward_ms"] == costs
+    shown = run("doctor", *models(made)).stdout
+    line = "in forwards of one row: " + "1.00 " * 7 + f"{most:.2f}\n"
+    assert f"Target forward of 1 to 8 rows, {line}" in shown
+    expensive = "Verify is expensive here: 8 rows cost 2.5 plain steps"
+    assert (expensive in shown) == (most > 2)
+    assert shown.endswith("\nHealthy.\n")
+
+
 def test_a_misread_field_is_named_with_both_numbers(pair, tmp_path):
     flags = changed(pair(eos="off"), tmp_path / "drafter", is_neox_style=False)
     found = examined(*flags, code=1)
@@ -142,8 +175,6 @@ def test_a_drafter_of_another_target_of_this_shape_is_doubted(pair, family):
 
 
 def test_too_little_memory_is_doubted(pair, monkeypatch):
-    import mlx_dflash2.health as health
-
     monkeypatch.setattr(health, "available_memory", lambda: 1000)
     [doubt] = examined(*models(pair(eos="off")), code=1)["doubts"]
     assert "weights and caches take" in doubt
@@ -166,8 +197,6 @@ def test_too_little_memory_is_said_before_anything_is_loaded(pair, monkeypatch):
 
 def test_a_type_that_computes_wrongly_is_doubted(pair, monkeypatch):
     import mlx.core as mx
-
-    import mlx_dflash2.health as health
 
     monkeypatch.setitem(health.TOLERANCE, mx.float16, -1.0)
     [doubt] = examined(*models(pair(eos="off")), code=1)["doubts"]

@@ -12,6 +12,7 @@ from .drafters import load_named_drafter, name_drafter
 
 HEALTHY, DOUBTFUL = 0, 1  # a pair that cannot run is an error, which ends with 2
 WEAK = 0.5  # accepted tokens a block; below, drafting seldom pays for itself
+EXPENSIVE = 2.0  # forwards of one row that the widest verify may cost
 PROMPTS = (
     "Write a Python function that returns the n-th Fibonacci number.",
     "A train leaves at 9:40 and arrives at 13:05. How long was the journey?",
@@ -66,7 +67,7 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
         DFlash2Error: The pair cannot run.
     """
     from ..checkpoint import TARGET_FILES, find_source
-    from ..health import needed_memory
+    from ..health import needed_memory, row_costs
     from ..loading import load_target
     from ..probe import diagnose
     from ..text import encode_prompt
@@ -106,6 +107,7 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
         "draft_folder": str(drafter.source.folder),
         "reading": _reading(drafter),
         "memory_needed": needed,
+        "forward_ms": row_costs(target, prompts[0]),
         "accepted_per_block": diagnosis.configured.mean,
         "near_misses": [
             {
@@ -204,9 +206,26 @@ def _pair_lines(pair: dict[str, Any]) -> list[str]:
         lines.append(f"  {name}: {json.dumps(value)}")
     lines[2:2] = [f"  read from {pair['draft_folder']}/config.json:"]
     lines.append(f"Memory: {pair['memory_needed'] / 1e9:.2f} GB for weights and caches")
+    lines += _cost_lines(pair["forward_ms"])
     lines.append(f"Accepted per block as configured: {pair['accepted_per_block']:.3f}")
     for miss in pair["near_misses"]:
         lines.append(
             f"  with {miss['field']} {miss['value']}: {miss['accepted_per_block']:.3f}"
+        )
+    return lines
+
+
+def _cost_lines(milliseconds: list[float]) -> list[str]:
+    """What a verify of several rows costs, which is no doubt: times waver."""
+    relative = [taken / milliseconds[0] for taken in milliseconds]
+    rows, most = len(relative), relative[-1]
+    lines = [
+        f"Target forward of 1 to {rows} rows, in forwards of one row: "
+        + " ".join(f"{cost:.2f}" for cost in relative)
+    ]
+    if most > EXPENSIVE:
+        lines.append(
+            f"  Verify is expensive here: {rows} rows cost {most:.1f} plain steps, "
+            "which a cycle's tokens must earn; fewer may do better (--num-draft-tokens)"
         )
     return lines
