@@ -160,6 +160,11 @@ def main() -> None:
 )
 @click.option("--max-kv-size", type=int, help="Refused: a rotating cache cannot undo.")
 @click.option("--plain", is_flag=True, help="Decode without a drafter.")
+@click.option(
+    "--allow-fallback",
+    is_flag=True,
+    help="Decode plainly if the drafter cannot be had, instead of failing.",
+)
 @click.option("--verify", is_flag=True, help="Also decode plainly and compare.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 @click.option("--verbose", is_flag=True, help="Say what was loaded and each cycle.")

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 
 import mlx.nn as nn
 import pytest
@@ -359,6 +360,61 @@ def test_plain_decodes_the_same_without_a_drafter(oracle):
     assert found["tokens"] == answer(oracle, "a", "-m", 9)["tokens"]
     alone = run("generate", "a", "-m", 9, "--plain", "--model", oracle.target)
     assert alone.exit_code == 0, alone.stderr
+
+
+@concerns("allow_fallback")
+def test_a_drafter_that_cannot_be_used_is_done_without_only_if_allowed(
+    oracle, tmp_path
+):
+    broken = tmp_path / "drafter"
+    shutil.copytree(oracle.drafter, broken)
+    path = broken / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"head_dim": 64}))
+    asked = "generate", "a", "-m", 9, "--model", oracle.target, "--draft-model", broken
+    refused = run(*asked)
+    assert_refused(refused, str(broken), "has shape")
+    result = run(*asked, "--allow-fallback", "--json")
+    assert result.exit_code == 0
+    found = json.loads(result.stdout)
+    reason = refused.stderr.removeprefix("Error: ").removesuffix("\n")
+    assert (found["engine"], found["engine_reason"]) == ("plain", reason)
+    assert (found["draft_model"], found["num_draft_tokens"]) == (None, 0)
+    assert found["tokens"] == answer(oracle, "a", "-m", 9)["tokens"]
+    said, *footer = result.stderr.splitlines()
+    assert said == f"Decoding plainly, the drafter cannot be used: {reason}"
+    assert f"Engine: plain ({reason})" in footer
+
+
+def test_a_fallback_is_also_for_a_target_without_a_known_drafter(oracle):
+    asked = "generate", "a", "-m", 3, "--model", oracle.target, "--json"
+    found = json.loads(run(*asked, "--allow-fallback").stdout)
+    assert found["engine"] == "plain"
+    assert "no published drafter is known" in found["engine_reason"]
+
+
+def test_a_fallback_that_is_not_needed_changes_nothing(oracle):
+    asked = "a", "-m", 9
+    found = answer(oracle, *asked, "--allow-fallback")
+    assert (found["engine"], found["engine_reason"]) == ("speculative", None)
+    assert found["stats"] == answer(oracle, *asked)["stats"]
+
+
+def test_a_fallback_does_not_excuse_the_target(oracle, tmp_path):
+    asked = "generate", "a", "--model", tmp_path, "--draft-model", oracle.drafter
+    assert_refused(run(*asked, "--allow-fallback"), str(tmp_path), "config.json")
+
+
+@pytest.mark.parametrize(
+    ("flags", "part"),
+    [
+        (["--plain"], "--allow-fallback has no effect: --plain"),
+        (["--num-draft-tokens", 0], "--allow-fallback has no effect: no drafted"),
+        (["--verify"], "--verify needs the drafter"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_fallback_without_effect_is_refused(oracle, flags, part):
+    assert_refused(generate(oracle, "a", "--allow-fallback", *flags), part)
 
 
 @concerns("verify")

@@ -4,6 +4,8 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import click
@@ -29,12 +31,9 @@ def run_generate(options: dict[str, Any]) -> int:
             "after a rejected draft, and mlx-lm's llama models ignore it"
         )
     plain_reason = _plain_reason(options, width)
-    if plain_reason and options["verify"]:
-        raise DFlash2Error(f"--verify has nothing to compare: {plain_reason}")
-    if options["verify"] and options["temp"] > 0:
-        raise DFlash2Error("--verify compares greedy output; use --temp 0")
+    _refuse_contradictions(options, plain_reason)
     began = time.perf_counter()
-    target, drafter, tokenizer = _load(options, plain_reason)
+    target, drafter, tokenizer, plain_reason = _load(options, plain_reason)
     load_seconds = time.perf_counter() - began
     arguments = _arguments(options, tokenizer, messages, width)
     run = _Run(options, target, drafter, tokenizer, arguments)
@@ -110,17 +109,50 @@ def _plain_reason(options: dict[str, Any], width: int | None) -> str | None:
     return "no drafted tokens were asked for" if width == 0 else None
 
 
+def _refuse_contradictions(options: dict[str, Any], plain_reason: str | None) -> None:
+    if plain_reason:
+        for name, effect in (
+            ("verify", "has nothing to compare"),
+            ("allow_fallback", "has no effect"),
+        ):
+            if options[name]:
+                flag = name.replace("_", "-")
+                raise DFlash2Error(f"--{flag} {effect}: {plain_reason}")
+    if options["verify"] and options["allow_fallback"]:
+        raise DFlash2Error(
+            "--verify needs the drafter and --allow-fallback does without it; give one "
+            "of them"
+        )
+    if options["verify"] and options["temp"] > 0:
+        raise DFlash2Error("--verify compares greedy output; use --temp 0")
+
+
 def _load(options: dict[str, Any], plain_reason: str | None):
+    """Target, drafter, tokenizer, and for no drafter the reason."""
     from ..loading import load_target
 
-    if not plain_reason:
-        name_drafter(options)
+    drafter, reason = None, plain_reason
+    if not reason:
+        _, reason = _or_reason(options, partial(name_drafter, options))
     target, tokenizer = load_target(
         options["model"], revision=options["revision"], offline=options["offline"]
     )
-    if plain_reason:
-        return target, None, tokenizer
-    return target, load_named_drafter(options, target), tokenizer
+    if not reason:
+        load = partial(load_named_drafter, options, target)
+        drafter, reason = _or_reason(options, load)
+    return target, drafter, tokenizer, reason
+
+
+def _or_reason(options: dict[str, Any], find: Callable) -> tuple[Any, str | None]:
+    """What `find` returns; where a fallback is allowed, or why it cannot."""
+    try:
+        return find(), None
+    except DFlash2Error as error:
+        if not options["allow_fallback"]:
+            raise
+        reason = " ".join(str(error).split())
+    click.echo(f"Decoding plainly, the drafter cannot be used: {reason}", err=True)
+    return None, reason
 
 
 def _arguments(
