@@ -130,7 +130,7 @@ def test_importing_needs_no_backend(module):
 @pytest.mark.parametrize(
     "module",
     [
-        *("config", "errors", "stats", "names", "checkpoint", "pairs"),
+        *("config", "errors", "stats", "names", "checkpoint", "pairs", "conversations"),
         *("families", "families.dflash", "families.dflash2", "families.dspark"),
     ],
 )
