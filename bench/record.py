@@ -1,7 +1,8 @@
 """What a bench measured, as its JSON file holds it; nothing is computed here."""
 
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from types import UnionType
+from typing import Any, get_args, get_origin
 
 from mlx_dflash2.stats import AcceptanceStats
 
@@ -202,35 +203,20 @@ def record_from(content: dict[str, Any]) -> Record:
     """The record that `Record.as_dict` wrote.
 
     Raises:
-        KeyError, TypeError: A field is missing or unknown.
+        KeyError, TypeError: A field is missing or misshapen.
     """
-    known = {name: content[name] for name in Record.__dataclass_fields__}
-    return Record(
-        **known
-        | {
-            "targets": [ModelFacts(**facts) for facts in content["targets"]],
-            "drafters": [ModelFacts(**facts) for facts in content["drafters"]],
-            "arms": [Arm(**arm) for arm in content["arms"]],
-            "prompts": [_prompt_from(prompt) for prompt in content["prompts"]],
-            "drift": [Drift(**drift) for drift in content["drift"]],
-            "sampled": [SampledTest(**test) for test in content["sampled"]],
-        }
-    )
+    return rebuild(Record, content)
 
 
-def _prompt_from(content: dict[str, Any]) -> PromptRecord:
-    return replace(
-        PromptRecord(**content),
-        runs=[RunRecord(**run) for run in content["runs"]],
-        speculation=[_speculation_from(found) for found in content["speculation"]],
-    )
-
-
-def _speculation_from(content: dict[str, Any]) -> Speculation:
-    coverage = content["coverage"]
-    return replace(
-        Speculation(**content),
-        counts=AcceptanceStats(**content["counts"]),
-        costs=Costs(**content["costs"]),
-        coverage=Coverage(**coverage) if coverage else None,
-    )
+def rebuild(kind: Any, content: Any) -> Any:
+    """A dataclass, or a list of some, from what `asdict` made of it."""
+    if content is None:
+        return None
+    if is_dataclass(kind):
+        known = {each.name: each.type for each in fields(kind)}
+        return kind(**{name: rebuild(known[name], content[name]) for name in known})
+    if get_origin(kind) is list:
+        return [rebuild(get_args(kind)[0], each) for each in content]
+    if isinstance(kind, UnionType):
+        return rebuild(get_args(kind)[0], content)
+    return content

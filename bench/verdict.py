@@ -6,7 +6,7 @@ from .estimates import Estimate
 from .record import Arm, Record
 from .results import BestWidth, Group, SampledResult, Table, TargetDrift
 
-LOW_ACCEPTANCE = 1.5  # below, a cycle seldom pays for its draft and wider verify
+LOW_ACCEPTANCE = 1 / 3  # of first drafted tokens: 1.5 tokens a cycle, seldom enough
 LARGEST_DRIFT = 0.05
 ADVICE = {
     "verify": "fewer drafted tokens (--block-size) make it cheaper",
@@ -23,10 +23,11 @@ def judge(overall: Group, no_headline: str | None, verify_width: int) -> list[st
         sentences.append(_pays(overall))
     if length is None:
         return [*sentences, "no cycle was run: every generation had one token"]
+    first = overall.acceptance.slots[0].cumulative
     if overall.acceptance.accepted == 0:
         sentences.append("nothing was accepted: " + _causes())
-    elif length < LOW_ACCEPTANCE:
-        sentences.append(f"low acceptance ({length:.2f} tokens a cycle): " + _causes())
+    elif first is not None and first < LOW_ACCEPTANCE:
+        sentences.append(f"low acceptance, {first:.1%} of first tokens: " + _causes())
     elif speeds is not None and speeds.decode.speedup.low <= 1:
         sentences.append(_too_expensive(overall, verify_width))
     return sentences
