@@ -33,6 +33,9 @@ class Plan:
         generation_tokens: Emitted by the loop in a trial; the parts are measured over
             a context of the prompt and half of these.
         num_draft_tokens: Drafted tokens a cycle verifies; 0 without a drafter.
+
+    Raises:
+        DFlash2Error: No whole cycle fits into the emitted tokens.
     """
 
     prompt_tokens: tuple[int, ...]
@@ -41,6 +44,15 @@ class Plan:
     num_draft_tokens: int = 0
     prefill_step_size: int = 2048
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        drafted = self.num_draft_tokens
+        if self.generation_tokens < drafted + 2:
+            raise DFlash2Error(
+                f"{self.generation_tokens} generation tokens: the first comes from "
+                f"the prefill, and a cycle of {drafted} drafted tokens may emit "
+                f"{drafted + 1}; give at least {drafted + 2}"
+            )
 
 
 @dataclass(frozen=True)
@@ -79,17 +91,7 @@ def measure_cycle(
 
     Args:
         tell: Called after the warm-up and after every trial of each length.
-
-    Raises:
-        DFlash2Error: No whole cycle fits into the generated tokens.
     """
-    width = plan.num_draft_tokens
-    if plan.generation_tokens < width + 2:
-        raise DFlash2Error(
-            f"{plan.generation_tokens} generation tokens: the first comes from the "
-            f"prefill, and a cycle of {width} drafted tokens may emit {width + 1}; "
-            f"give at least {width + 2}"
-        )
     with mx.stream(generation_stream), wired_limit():
         return [
             _measure_length(_Loops(target, drafter, plan, length), tell)
@@ -110,13 +112,14 @@ class _Loops:
     def context(self) -> int:
         return self.length + self.plan.generation_tokens // 2
 
-    def tokens(self, count: int) -> list[int]:
-        key = mx.random.key(self.plan.seed)
-        return mx.random.randint(0, self.target.vocab_size, (count,), key=key).tolist()
+    def tokens(self) -> list[int]:
+        """The prompt and what stands for the tokens emitted after it."""
+        key, shape = mx.random.key(self.plan.seed), (self.context,)
+        return mx.random.randint(0, self.target.vocab_size, shape, key=key).tolist()
 
     def run(self, drafter: Drafter | None) -> tuple[float, float]:
         """Prompt tokens a second, and milliseconds of a plain step or whole cycle."""
-        prompt = self.tokens(self.length)
+        prompt = self.tokens()[: self.length]
         width = self.plan.num_draft_tokens if drafter else 0
         decoding = Decoding(
             self.target,
@@ -150,7 +153,7 @@ class _Loops:
         parts = CycleParts(
             self.target,
             self.drafter,
-            self.tokens(self.context),
+            self.tokens(),
             prefill_step_size=self.plan.prefill_step_size,
         )
         widths = range(1, max(WIDEST, self.plan.num_draft_tokens + 1) + 1)
