@@ -21,7 +21,7 @@ from engines import (
 
 from mlx_dflash2.bench.facts import TOKENIZER_FILES
 from mlx_dflash2.bench.mlx_engine import load_mlx
-from mlx_dflash2.bench.record import Arm
+from mlx_dflash2.bench.record import Arm, Coverage
 from mlx_dflash2.cycle_parts import CycleParts
 from mlx_dflash2.errors import DFlash2Error
 
@@ -167,6 +167,15 @@ def test_costs_are_those_of_the_middle_of_the_run(loaded):
     costs = engine.costs(spec(3), prompt, tokens, repeats=2)
     assert costs.context == len(prompt) + 4
     assert min(costs.decode, costs.verify, costs.draft) > 0
+
+
+def test_a_run_of_one_token_has_costs_but_no_cycle(loaded):
+    made, engine = loaded()
+    prompt = prompt_of(made)
+    run = engine.run(spec(3), prompt, max_tokens=1)
+    assert engine.costs(spec(3), prompt, run.tokens, repeats=1).context == len(prompt)
+    found = engine.coverage(spec(3), prompt, run.tokens, run)
+    assert found == Coverage([0] * 3, [0] * 3, [])
 
 
 def test_measured_parts_leave_the_caches_as_they_were(loaded):
