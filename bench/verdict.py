@@ -101,11 +101,11 @@ def warnings(
     """What a reader of the numbers has to know."""
     found = []
     if record.partial:
-        count = len(record.prompts)
-        found.append(f"partial: the bench was interrupted after {count} prompts")
+        done = len(record.prompts)
+        found.append(f"partial: the bench was interrupted; prompts measured: {done}")
     ignored = sum(prompt.tools is False for prompt in record.prompts)
     if ignored:
-        found.append(f"the chat template ignored the tools of {ignored} prompts")
+        found.append(f"prompts whose tools the chat template ignored: {ignored}")
     for table in tables:
         found += [f"{_name(record, table)}: {text}" for text in _doubts(table)]
     for target in drift:
@@ -127,12 +127,14 @@ def _doubts(table: Table) -> list[str]:
     found, lossless = [], table.overall.lossless
     if lossless.differences:
         found.append(
-            f"{lossless.differences} of {lossless.compared} outputs differ from plain "
-            "decoding by more than a near tie"
+            "outputs that differ from plain decoding by more than a near tie: "
+            f"{lossless.differences} of {lossless.compared}"
         )
     if lossless.repeated < lossless.compared:
         varying = lossless.compared - lossless.repeated
-        found.append(f"{varying} outputs changed from run to run")
+        found.append(
+            f"outputs that changed from run to run: {varying} of {lossless.compared}"
+        )
     return found
 
 
