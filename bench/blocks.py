@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Heading:
-    """The title, at level 1, or that of a section."""
+    """The title, at level 1, that of a section, or that of a grid."""
 
     text: str
     level: int = 2
@@ -42,6 +42,8 @@ def as_markdown(blocks: Iterable[Block]) -> str:
 
 def _text(block: Block) -> str:
     match block:
+        case Heading(text, 3):
+            return f"{text}:"
         case Heading(text, level):
             return f"{text}\n{'=-'[level - 1] * len(text)}"
         case Lines(lines):
