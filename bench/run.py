@@ -138,7 +138,8 @@ class Bench:
         """All arms on one prompt: first to last, last to first, as often as asked."""
         arms = self.record.arms
         prompts = [
-            self._encode(target, prompt, mode) for target in range(len(self.targets))
+            self._encode(target, prompt, mode)
+            for target in range(len(self.engine.targets))
         ]
         there = list(range(len(arms)))
         order = (there + there[::-1]) * self.plan.repeats
@@ -168,21 +169,19 @@ class Bench:
             text=self.engine.decode(0, plain[0].tokens),
         )
 
-    @property
-    def targets(self) -> list:
-        return self.engine.targets
-
     def _run(self, arm: Arm, prompts: list[list[int]]) -> Run:
         return self.engine.run(
             arm, prompts[arm.target], max_tokens=self.plan.max_tokens
         )
 
-    def _writes_tools(self, prompt: Prompt, mode: bool | None) -> bool:
-        """Whether tools were given and every target's template wrote them."""
-        return prompt.tools is not None and all(
-            self._encode(target, prompt, mode)
-            != self._encode(target, replace(prompt, tools=None), mode)
-            for target in range(len(self.targets))
+    def _writes_tools(self, prompt: Prompt, mode: bool | None) -> bool | None:
+        """Whether every target's template wrote the tools; None without any."""
+        if prompt.tools is None:
+            return None
+        bare = replace(prompt, tools=None)
+        return all(
+            self._encode(target, prompt, mode) != self._encode(target, bare, mode)
+            for target in range(len(self.engine.targets))
         )
 
     def _speculation(

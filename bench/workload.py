@@ -41,7 +41,7 @@ class Workload:
     """The prompts of a bench, domain by domain.
 
     Attributes:
-        source: "built-in", or the file.
+        source: "built-in", or the file's name.
     """
 
     prompts: list[Prompt]
@@ -101,7 +101,8 @@ def from_file(
         Prompt(f"{group}-{read.line}", group, read.prompt(), read.tools)
         for group, read in _grouped(read_conversations(path), group_by)
     )
-    return Workload(_choose(prompts, domains, per_domain, where=str(path)), str(path))
+    chosen = _choose(prompts, domains, per_domain, where=str(path))
+    return Workload(chosen, path.name)
 
 
 def _grouped(

@@ -109,7 +109,11 @@ def output_options(command):
     show_default=True,
     help="torch is the reference, on CPU or CUDA.",
 )
-@click.option("--device", help="Of --backend torch.  [default: cuda if there]")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    help="Of --backend torch.  [default: cuda if there]",
+)
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float16", "bfloat16"]),

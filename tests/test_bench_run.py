@@ -155,14 +155,14 @@ def test_tools_count_only_where_the_template_writes_them():
     tools = [{"type": "function", "function": {"name": "f"}}]
     one, two = prompt("a", tools=tools), prompt("b")
     record = bench(FakeEngine(), plan(one, two))[0].run()
-    assert [p.tools for p in record.prompts] == [True, False]
+    assert [p.tools for p in record.prompts] == [True, None]
 
     class Deaf(FakeEngine):
         def encode(self, target, messages, *, tools, thinking, template=True):
             return [len(messages)]
 
     record = bench(Deaf(), plan(one, two))[0].run()
-    assert [p.tools for p in record.prompts] == [False, False]
+    assert [p.tools for p in record.prompts] == [False, None]
 
 
 def test_bare_text_reaches_the_engine():

@@ -10,6 +10,7 @@ from ..errors import DFlash2Error
 from .drafters import name_drafter
 
 SAMPLES = 200  # runs of --sampled with and without the drafter
+MODES = {None: "as the template has it", True: "on", False: "off"}
 OUTPUTS = ("json_file", "markdown", "plot", "measured_results", "summary")
 
 
@@ -21,10 +22,11 @@ def run_bench(options: dict[str, Any]) -> int:
     from mlx_dflash2.bench.run import Bench
 
     outputs = _outputs(options, resuming=options["resume"])
+    _refuse_several_results(options)
     before = _measured_before(options)
     plan, workload = _plan(options)
     engine = _load(options)
-    record = _new_record(options, engine, workload, describe_machine())
+    record = _new_record(options, plan, workload, engine, describe_machine())
     if before is not None:
         record = _continued(before, record)
     progress = Progress(len(plan.jobs), len(record.prompts))
@@ -80,13 +82,30 @@ def _measured_before(options: dict[str, Any]):
     """The record that --resume goes on with."""
     if not options["resume"]:
         return None
-    from mlx_dflash2.bench.compare import read_report
+    from mlx_dflash2.bench.compare import read_record
     from mlx_dflash2.bench.outputs import STDOUT
-    from mlx_dflash2.bench.record import record_from
 
     if options["json_file"] in (None, STDOUT):
         raise DFlash2Error("--resume goes on with a report: name it with --json FILE")
-    return record_from(read_report(options["json_file"]))
+    return read_record(options["json_file"])
+
+
+def _refuse_several_results(options: dict[str, Any]) -> None:
+    several = [
+        flag
+        for flag, count in {
+            "--model": len(options["model"]),
+            "--draft-model": len(options["draft_model"]),
+            "--block-size": len(options["block_size"] or (0,)),
+            "--thinking": 2 if options["thinking"] == "both" else 1,
+        }.items()
+        if count > 1
+    ]
+    if options["measured_results"] and several:
+        raise DFlash2Error(
+            "--measured-results describes one drafter at one width in one mode; give "
+            f"{several[0]} one value"
+        )
 
 
 def _plan(options: dict[str, Any]):
@@ -107,8 +126,8 @@ def _plan(options: dict[str, Any]):
     if options["data"] is None:
         workload = built_in(**chosen)
     else:
-        grouped = {"group_by": options["group_by"]} if options["group_by"] else {}
-        workload = from_file(options["data"], **chosen, **grouped)
+        data = Path(options["data"])
+        workload = from_file(data, group_by=options["group_by"], **chosen)
     plan = Plan(
         workload.prompts,
         modes=_modes(options),
@@ -136,23 +155,17 @@ def _modes(options: dict[str, Any]) -> tuple[bool | None, ...]:
 def _load(options: dict[str, Any]):
     """The engine of the backend, its models loaded."""
     options["draft_model"] = _named_drafters(options)
-    if len(options["model"]) > 1 and options["revision"]:
-        raise DFlash2Error("--revision is of one target; give --model once")
-    if len(options["draft_model"]) > 1 and options["draft_revision"]:
-        raise DFlash2Error("--draft-revision is of one drafter; give one")
-    shared = {
-        name: options[name]
-        for name in ("revision", "draft_revision", "offline", "draft_kind")
-    }
     names = options["model"], options["draft_model"]
+    shared = {
+        "revisions": _one_each(options, "revision", "model"),
+        "draft_revisions": _one_each(options, "draft_revision", "draft_model"),
+        "offline": options["offline"],
+        "draft_kind": options["draft_kind"],
+    }
     if options["backend"] == "torch":
         if options["draft_bits"]:
             raise DFlash2Error("--draft-bits is MLX's; leave --backend torch out")
-        from mlx_dflash2.bench.torch_engine import load_torch
-
-        return load_torch(
-            *names, **shared, device=options["device"], dtype=options["dtype"]
-        )
+        return _load_torch(options, names, shared)
     for name in ("device", "dtype"):
         if options[name] is not None:
             raise DFlash2Error(f"--{name} is for --backend torch; give both")
@@ -160,6 +173,28 @@ def _load(options: dict[str, Any]):
 
     bits = int(options["draft_bits"]) if options["draft_bits"] else None
     return load_mlx(*names, **shared, draft_bits=bits)
+
+
+def _load_torch(options: dict[str, Any], names: tuple, shared: dict[str, Any]):
+    try:
+        import torch
+    except ImportError:
+        raise DFlash2Error(
+            "--backend torch needs PyTorch, which is not installed; "
+            "pip install 'mlx-dflash2[torch]'"
+        ) from None
+    from mlx_dflash2.bench.torch_engine import load_torch
+
+    device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
+    return load_torch(*names, **shared, device=device, dtype=options["dtype"])
+
+
+def _one_each(options: dict[str, Any], name: str, of: str) -> list[str | None]:
+    """A revision for every model; one that is given says which, if there is one."""
+    if options[name] and len(options[of]) > 1:
+        name, of = (part.replace("_", "-") for part in (name, of))
+        raise DFlash2Error(f"--{name} is of one model; give --{of} once")
+    return [options[name]] * len(options[of])
 
 
 def _named_drafters(options: dict[str, Any]) -> tuple[str, ...]:
@@ -223,14 +258,12 @@ def _new_record(options: dict[str, Any], plan, workload, engine, environment):
 def _settings(options: dict[str, Any], plan) -> dict[str, Any]:
     """What decides the numbers, beside workload, models and machine."""
     return {
-        "backend": options["backend"],
         "max_tokens": plan.max_tokens,
         "prompts_per_domain": options["prompts_per_domain"],
-        "thinking": list(plan.modes),
+        "thinking": "both" if len(plan.modes) > 1 else MODES[plan.modes[0]],
         "template": plan.template,
         "repeats": plan.repeats,
         "cost_repeats": plan.cost_repeats,
-        "draft_bits": options["draft_bits"],
         "samples": plan.samples,
         "temperature": plan.temperature,
         "seed": plan.seed,
