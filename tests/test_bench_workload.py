@@ -71,7 +71,7 @@ def test_a_file_is_grouped_and_its_prompts_are_named_by_line(grouped):
     assert names(workload) == ["b-1", "b-3", "b-6", "a-2", "a-5"]
     assert names(from_file(grouped, per_domain=1)) == ["b-1", "a-2"]
     assert names(from_file(grouped, domains=["a"])) == ["a-2", "a-5"]
-    assert workload.source == str(grouped)
+    assert workload.source == grouped.name
 
 
 def test_the_final_answer_is_not_in_the_prompt(grouped):
