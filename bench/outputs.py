@@ -1,8 +1,5 @@
 """Where the results of a bench go. Files appear whole, and none is overwritten."""
 
-import json
-import os
-import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,13 +11,13 @@ from mlx_dflash2.checkpoint import new_folder, refuse_existing
 from mlx_dflash2.errors import DFlash2Error
 
 from .analysis import analyse
+from .files import STDOUT, as_json, refuse_unwritable, write_whole
 from .plots import draw, require_matplotlib
 from .record import Record
 from .release import Gate, judge_gates, measured_results, summary
 from .table import render
 
 GATE_FAILED = 3
-STDOUT = "-"
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,12 @@ class Outputs:
         if len(set(names)) < len(names):
             raise DFlash2Error(f"one name for two files: {', '.join(names)}")
         for name in names:
-            _refuse_unwritable(Path(name))
+            refuse_unwritable(Path(name))
 
     def save(self, record: Record) -> None:
         """Bring the JSON file up to date."""
         if self.json_file not in (None, STDOUT):
-            _replace(Path(self.json_file), as_json(report_of(record)))
+            write_whole(Path(self.json_file), as_json(report_of(record)))
 
     def write(self, report: dict[str, Any]) -> int:
         """Print the tables and write every other file; the exit code."""
@@ -79,7 +76,7 @@ class Outputs:
             click.echo(as_json(report), nl=False)
         for name, text in texts.items():
             refuse_existing(Path(name))
-            _replace(Path(name), text)
+            write_whole(Path(name), text)
         if self.plot is not None:
             with new_folder(Path(self.plot)) as folder:
                 draw(report, folder)
@@ -91,11 +88,6 @@ def report_of(record: Record) -> dict[str, Any]:
     return {**record.as_dict(), "results": asdict(analyse(record))}
 
 
-def as_json(content: dict[str, Any]) -> str:
-    """Indented JSON; a number that is none is an error of ours."""
-    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n"
-
-
 def _judge(gates: list[dict[str, Any]]) -> int:
     """Say how the gates ended; the exit code."""
     failed = [gate for gate in gates if not gate["passed"]]
@@ -104,26 +96,3 @@ def _judge(gates: list[dict[str, Any]]) -> int:
         line = f"Gate {word}, {gate['arm']}: {gate['gate']} ({gate['reason']})"
         click.echo(line, err=True)
     return GATE_FAILED if failed else 0
-
-
-def _refuse_unwritable(path: Path) -> None:
-    refuse_existing(path)
-    if not path.parent.is_dir():
-        raise DFlash2Error(f"{path}: there is no folder {path.parent}; make it first")
-    if not os.access(path.parent, os.W_OK):
-        raise DFlash2Error(f"{path}: the folder {path.parent} cannot be written to")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a file beside its place, then move it there."""
-    partial = path.with_name(f".{path.name}.partial-{secrets.token_hex(4)}")
-    try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError as error:
-        raise DFlash2Error(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        partial.unlink(missing_ok=True)

@@ -83,7 +83,7 @@ def _measured_before(options: dict[str, Any]):
     if not options["resume"]:
         return None
     from mlx_dflash2.bench.compare import read_record
-    from mlx_dflash2.bench.outputs import STDOUT
+    from mlx_dflash2.bench.files import STDOUT
 
     if options["json_file"] in (None, STDOUT):
         raise DFlash2Error("--resume goes on with a report: name it with --json FILE")

@@ -1,6 +1,5 @@
 """`mlx-dflash2 bench cycle`: build a pair, measure its parts, print them."""
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,20 +10,24 @@ from ..checkpoint import refuse_existing
 from ..errors import DFlash2Error
 from .drafters import load_named_drafter, name_drafter
 
-STDOUT = "-"
-
 
 def run_cycle(options: dict[str, Any]) -> int:
     """Measure, print, write; the exit code."""
     from mlx_dflash2.bench.cycle import Plan, measure_cycle
     from mlx_dflash2.bench.cycle_report import CycleReport
     from mlx_dflash2.bench.environment import describe_machine
+    from mlx_dflash2.bench.files import (
+        STDOUT,
+        as_json,
+        refuse_unwritable,
+        write_whole,
+    )
 
     from ..checks import draft_width
 
     file = options["json_file"]
     if file not in (None, STDOUT):
-        _refuse_unwritable(Path(file))
+        refuse_unwritable(Path(file))
     target, drafter = _models(options)
     plan = Plan(
         prompt_tokens=options["prompt_tokens"],
@@ -39,17 +42,14 @@ def run_cycle(options: dict[str, Any]) -> int:
         measured = measure_cycle(target, drafter, plan, tell=lambda: bar.update(1))
     models = _describe(target, drafter, options["random_weights"])
     report = CycleReport(describe_machine(), models, plan, measured)
-    text = json.dumps(report.as_dict(), indent=1)
-    click.echo(text if file == STDOUT else "\n".join(report.lines()))
-    if file not in (None, STDOUT):
-        Path(file).write_text(f"{text}\n", encoding="utf-8")
+    if file == STDOUT:
+        click.echo(as_json(report.as_dict()), nl=False)
+        return 0
+    click.echo("\n".join(report.lines()))
+    if file is not None:
+        refuse_existing(Path(file))
+        write_whole(Path(file), as_json(report.as_dict()))
     return 0
-
-
-def _refuse_unwritable(file: Path) -> None:
-    refuse_existing(file)
-    if not file.parent.is_dir():
-        raise DFlash2Error(f"{file}: there is no folder {file.parent}")
 
 
 def _models(options: dict[str, Any]):
