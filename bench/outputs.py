@@ -1,5 +1,6 @@
 """Where the results of a bench go. Files appear whole, and none is overwritten."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -7,7 +8,7 @@ from typing import Any
 
 import click
 
-from mlx_dflash2.checkpoint import new_folder, refuse_existing
+from mlx_dflash2.checkpoint import new_folder
 from mlx_dflash2.errors import DFlash2Error
 
 from .analysis import analyse
@@ -20,7 +21,7 @@ from .table import render
 GATE_FAILED = 3
 
 
-@dataclass(frozen=True)
+@dataclass
 class Outputs:
     """The files a command line asked for.
 
@@ -30,6 +31,7 @@ class Outputs:
         measured_results: As drafter cards carry it.
         summary: Without prompts and texts.
         gates: Speedups that must be reached.
+        begun: The JSON file is ours: one to go on with, or written before.
     """
 
     json_file: str | None = None
@@ -38,27 +40,29 @@ class Outputs:
     measured_results: str | None = None
     summary: str | None = None
     gates: Sequence[Gate] = ()
+    begun: bool = False
 
-    def check(self, *, resuming: bool = False) -> None:
-        """Raise DFlash2Error for a file that exists or cannot be written.
-
-        Args:
-            resuming: The JSON file is there, and goes on.
-        """
+    def check(self) -> None:
+        """Raise DFlash2Error for a file that exists or cannot be written."""
         if self.plot is not None:
             require_matplotlib()
-        kept = None if resuming or self.json_file == STDOUT else self.json_file
+        if self.json_file == STDOUT and sys.stdout is None:
+            raise DFlash2Error("--json - writes to stdout, which is closed")
+        kept = None if self.json_file == STDOUT else self.json_file
         others = (self.markdown, self.measured_results, self.summary, self.plot)
         names = [name for name in (kept, *others) if name is not None]
-        if len(set(names)) < len(names):
+        if len({Path(name).resolve() for name in names}) < len(names):
             raise DFlash2Error(f"one name for two files: {', '.join(names)}")
         for name in names:
-            refuse_unwritable(Path(name))
+            if not (self.begun and name == kept):
+                refuse_unwritable(name)
 
     def save(self, record: Record) -> None:
         """Bring the JSON file up to date."""
         if self.json_file not in (None, STDOUT):
-            write_whole(Path(self.json_file), as_json(report_of(record)))
+            text = as_json(report_of(record))
+            write_whole(Path(self.json_file), text, new=not self.begun)
+            self.begun = True
 
     def write(self, report: dict[str, Any]) -> int:
         """Print the tables and write every other file; the exit code."""
@@ -75,12 +79,20 @@ class Outputs:
         if to_stdout:
             click.echo(as_json(report), nl=False)
         for name, text in texts.items():
-            refuse_existing(Path(name))
             write_whole(Path(name), text)
         if self.plot is not None:
-            with new_folder(Path(self.plot)) as folder:
-                draw(report, folder)
+            _draw(report, Path(self.plot))
         return _judge(judge_gates(report, self.gates))
+
+
+def _draw(report: dict[str, Any], destination: Path) -> None:
+    try:
+        with new_folder(destination) as folder:
+            draw(report, folder)
+    except OSError as error:
+        raise DFlash2Error(
+            f"{destination}: cannot be written ({error.strerror})"
+        ) from None
 
 
 def report_of(record: Record) -> dict[str, Any]:

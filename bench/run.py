@@ -88,15 +88,16 @@ class Bench:
             for prompt, mode in self.plan.jobs
             if (prompt.name, mode) not in done
         ]
-        if missing:
+        if missing or not self.record.drift:
             self._tell("warm-up")
-            self._warm_up(missing[0])
-            for prompt, mode in missing:
-                self._tell(prompt.name)
-                measured = self._measure(prompt, mode)
-                self._grow(prompts=[*self.record.prompts, measured])
+            self._warm_up(self.plan.jobs[0])
+        for prompt, mode in missing:
+            self._tell(prompt.name)
+            measured = self._measure(prompt, mode)
+            self._grow(prompts=[*self.record.prompts, measured])
+        if not self.record.drift:
             self._tell("drift")
-            self._measure_drift(missing[0])
+            self._measure_drift(*self.plan.jobs[0])
         self._test_sampled()
         self._grow(partial=False)
         return self.record
@@ -208,15 +209,9 @@ class Bench:
             return Comparison().as_dict()
         return self.engine.compare(arm, prompt, tokens, max_tokens=self.plan.max_tokens)
 
-    def _measure_drift(self, job: Job) -> None:
-        """Decode the first prompt of this session plainly once more."""
-        prompt, mode = job
-        first = next(
-            measured
-            for measured in self.record.prompts
-            if (measured.name, measured.thinking) == (prompt.name, mode)
-        )
-        found = []
+    def _measure_drift(self, prompt: Prompt, mode: bool | None) -> None:
+        """Decode the first prompt plainly once more."""
+        first, found = self.record.prompts[0], []
         for index, arm in enumerate(self.record.arms):
             if not _is_plain(arm):
                 continue
@@ -227,7 +222,7 @@ class Bench:
                 found.append(
                     Drift(index, prompt.name, _ms_a_token(before), _ms_a_token(after))
                 )
-        self._grow(drift=[*self.record.drift, *found])
+        self._grow(drift=found)
 
     def _test_sampled(self) -> None:
         """Hold each arm's sampled tokens against those of plain decoding."""

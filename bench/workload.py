@@ -13,6 +13,7 @@ from mlx_dflash2.errors import DFlash2Error
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 FIELD = "domain"  # groups conversations where no other field is asked for
+TOTAL = "overall"  # what reports call all domains together
 UNGROUPED = "data"  # the one group of a file without that field
 
 
@@ -114,6 +115,11 @@ def _grouped(
         group = read.group(field or FIELD)
         if group is None and field is not None:
             raise DFlash2Error(f"{read.where}: has no field {field!r} to group by")
+        if group == TOTAL:
+            raise DFlash2Error(
+                f"{read.where}: a group is named {TOTAL}, as reports call all of them "
+                "together; choose another name"
+            )
         first = first or read
         if (group is None) != (first.group(field or FIELD) is None):
             has, lacks = (first, read) if group is None else (read, first)

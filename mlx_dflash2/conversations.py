@@ -56,12 +56,13 @@ class Conversation:
         """The value of a field by which conversations are grouped; None without it.
 
         Raises:
-            DFlash2Error: The value is neither text nor a whole number.
+            DFlash2Error: The value is neither a line of text nor a whole number.
         """
         value = self.fields.get(field)
         if value is None:
             return None
-        if value == "" or isinstance(value, bool) or not isinstance(value, str | int):
+        named = isinstance(value, str | int) and not isinstance(value, bool)
+        if not named or not str(value).strip() or not str(value).isprintable():
             raise DFlash2Error(
                 f"{self.where}: {field} is {_short(value)}, expected a group's name"
             )
@@ -147,16 +148,12 @@ def conversation_from(entry: dict[str, Any], *, source: str, line: int) -> Conve
 
 def _json_object(raw: bytes, where: str) -> dict[str, Any]:
     try:
-        entry = json.loads(raw.decode("utf-8-sig"))
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DFlash2Error(
             f"{where}: not UTF-8 ({error.reason}); save the file in UTF-8"
         ) from None
-    except (ValueError, RecursionError) as error:
-        raise DFlash2Error(
-            f"{where}: not valid JSON ({getattr(error, 'msg', error)}); expected one "
-            "JSON object a line"
-        ) from None
+    entry = _decoded(text, where, "not one JSON object")
     if not isinstance(entry, dict):
         raise DFlash2Error(
             f"{where}: found {_short(entry)}, expected a JSON object with {_or(FORMS)}"
@@ -265,13 +262,18 @@ def _parsed(value: Any, where: str) -> Any:
     """A value that data sets also write as a string of JSON."""
     if not isinstance(value, str):
         return value
+    return _decoded(value, where, f"{_short(value)} is not valid JSON")
+
+
+def _decoded(text: str, where: str, problem: str) -> Any:
+    """What a text of JSON says; its strings have a UTF-8 form."""
     try:
-        return json.loads(value)
+        value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise DFlash2Error(
-            f"{where}: {_short(value)} is not valid JSON "
-            f"({getattr(error, 'msg', error)})"
-        ) from None
+        reason = getattr(error, "msg", error)
+        raise DFlash2Error(f"{where}: {problem} ({reason})") from None
+    check_text(json.dumps(value, ensure_ascii=False), where)
+    return value
 
 
 def _short(value: Any) -> str:

@@ -126,8 +126,19 @@ def test_an_interrupted_bench_keeps_whole_prompts_and_goes_on():
     assert [p.speculation for p in record.prompts] == [
         p.speculation for p in whole.prompts
     ]
-    assert record.drift[-1].prompt == "b"
+    assert [drift.prompt for drift in record.drift] == ["a"]
     assert len(again.calls) == 3 + 6 + 1
+
+
+def test_drift_is_measured_by_whoever_finishes():
+    engine = FakeEngine(stop_after=3 + 2 * 6)  # all prompts, not the drift
+    made, _ = bench(engine, plan())
+    with pytest.raises(KeyboardInterrupt):
+        made.run()
+    assert len(made.record.prompts) == 2 and not made.record.drift
+    record = bench(FakeEngine(), plan(), made.record)[0].run()
+    assert [drift.prompt for drift in record.drift] == ["a"]
+    assert not record.partial
 
 
 def test_a_finished_bench_measures_nothing_again():

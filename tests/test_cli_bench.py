@@ -4,6 +4,7 @@ import json
 import re
 import signal
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from command_line import assert_refused, models, run, start
@@ -293,7 +294,10 @@ def test_what_exists_is_refused_before_anything_is_loaded(flag, data, tmp_path):
         (["--group-by", "topic"], "topic"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
         (["--draft-model", "nowhere"], "nowhere"),
-        (["--json", "a", "--markdown", "a"], "one name for two files"),
+        (["--json", "a", "--markdown", "./a"], "one name for two files"),
+        (["--markdown", "-"], "no name for a file"),
+        (["--json", ""], "no name for a file"),
+        (["--json", b"t\xff".decode("utf-8", "surrogateescape")], "not Unicode text"),
         (["--measured-results", "r", "--block-size", "2,4"], "--block-size"),
     ],
     ids=lambda value: " ".join(map(str, value)) if isinstance(value, list) else "",
@@ -302,6 +306,58 @@ def test_bad_input_is_one_line(pair, data, flags, message, tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     assert_refused(bench(pair(), data, *flags), message)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        (
+            '{"domain": "overall", "messages": [{"role": "user", "content": "a"}]}',
+            "all",
+        ),
+        ('{"domain": "a\\nb", "messages": [{"role": "user", "content": "a"}]}', "name"),
+        (
+            '{"domain": "\\ud800", "messages": [{"role": "user", "content": "a"}]}',
+            "text",
+        ),
+    ],
+)
+def test_group_names_that_would_spoil_a_report_are_refused(
+    pair, tmp_path, line, message
+):
+    file = tmp_path / "data.jsonl"
+    file.write_text(line + "\n")
+    assert_refused(bench(pair(), file), "data.jsonl: line 1", message)
+
+
+def test_a_report_that_appears_meanwhile_is_not_replaced(pair, data, tmp_path):
+    file = tmp_path / "report.json"
+
+    def write_first(*_, **__):
+        file.write_text("another's")
+
+    with mock.patch("mlx_dflash2.bench.run.Bench._warm_up", write_first):
+        result = bench(pair(), data, "--json", file)
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "already exists" in result.stderr and "Traceback" not in result.stderr
+    assert file.read_text() == "another's"
+    assert [path.name for path in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_one_folder_in_two_spellings_is_one_drafter(pair, data):
+    made = pair()
+    again = made.drafter.parent / ".." / made.drafter.parent.name / "drafter"
+    result = bench(made, data, "--draft-model", again)
+    assert_refused(result, "--draft-model names the same twice")
+
+
+def test_a_report_with_a_foreign_prompt_is_not_resumed(saved, pair, data, tmp_path):
+    report = json.loads(saved.read_text())
+    report["prompts"][0]["name"] = "foreign-1"
+    file = tmp_path / "report.json"
+    file.write_text(json.dumps(report))
+    result = bench(pair(partial=0.3), data, "--json", file, "--resume")
+    assert_refused(result, "--resume", "foreign-1")
 
 
 def test_group_by_needs_data(pair):

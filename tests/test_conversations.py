@@ -228,8 +228,8 @@ def test_a_row_that_is_no_conversation_is_refused(entry, message):
 @pytest.mark.parametrize(
     ("raw", "message"),
     [
-        (b"{", "line 2: not valid JSON .*one JSON object a line"),
-        (b"[" * 100_000, "line 2: not valid JSON"),
+        (b"{", "line 2: not one JSON object"),
+        (b"[" * 100_000, "line 2: not one JSON object"),
         (b'["a"]', r"line 2: found \['a'\], expected a JSON object with messages"),
         (b'{"messages": "\xff"}', "line 2: not UTF-8"),
     ],

@@ -7,6 +7,7 @@ from typing import Any
 import click
 
 from ..errors import DFlash2Error
+from ..text import check_text
 from .drafters import name_drafter
 
 SAMPLES = 200  # runs of --sampled with and without the drafter
@@ -21,14 +22,15 @@ def run_bench(options: dict[str, Any]) -> int:
     from mlx_dflash2.bench.record import Record
     from mlx_dflash2.bench.run import Bench
 
-    outputs = _outputs(options, resuming=options["resume"])
+    _refuse_bytes(options)
+    outputs = _outputs(options, begun=options["resume"])
     _refuse_several_results(options)
     before = _measured_before(options)
     plan, workload = _plan(options)
     engine = _load(options)
     record = _new_record(options, plan, workload, engine, describe_machine())
     if before is not None:
-        record = _continued(before, record)
+        record = _continued(before, record, plan)
     progress = Progress(len(plan.jobs), len(record.prompts))
 
     def save(grown: Record) -> None:
@@ -68,13 +70,22 @@ def run_compare(first: str, second: str) -> int:
     return 0
 
 
-def _outputs(options: dict[str, Any], *, resuming: bool = False):
+def _refuse_bytes(options: dict[str, Any]) -> None:
+    """Names that are no text could not be written into a report."""
+    for name, value in options.items():
+        for text in value if isinstance(value, tuple) else (value,):
+            if isinstance(text, str):
+                check_text(text, f"--{name.replace('_', '-')}")
+
+
+def _outputs(options: dict[str, Any], *, begun: bool = False):
     from mlx_dflash2.bench.outputs import Outputs
     from mlx_dflash2.bench.release import parse_gate
 
     names = {name: options[name] for name in OUTPUTS}
-    outputs = Outputs(**names, gates=[parse_gate(text) for text in options["gate"]])
-    outputs.check(resuming=resuming)
+    gates = [parse_gate(text) for text in options["gate"]]
+    outputs = Outputs(**names, gates=gates, begun=begun)
+    outputs.check()
     return outputs
 
 
@@ -183,8 +194,11 @@ def _load_torch(options: dict[str, Any], names: tuple, shared: dict[str, Any]):
             "--backend torch needs PyTorch, which is not installed; "
             "pip install 'mlx-dflash2[torch]'"
         ) from None
+    from transformers.utils.logging import disable_progress_bar
+
     from mlx_dflash2.bench.torch_engine import load_torch
 
+    disable_progress_bar()
     device = options["device"] or ("cuda" if torch.cuda.is_available() else "cpu")
     return load_torch(*names, **shared, device=device, dtype=options["dtype"])
 
@@ -205,9 +219,15 @@ def _named_drafters(options: dict[str, Any]) -> tuple[str, ...]:
         name_drafter(one)
         names.append(one["draft_model"])
     for kind, given in (("--model", options["model"]), ("--draft-model", names)):
-        if len(set(given)) < len(given):
+        if len({_identity(name) for name in given}) < len(given):
             raise DFlash2Error(f"{kind} names the same twice: {', '.join(given)}")
     return tuple(names)
+
+
+def _identity(name: str) -> str:
+    """One spelling of a folder's name; a repository's as it is."""
+    path = Path(name).expanduser()
+    return str(path.resolve()) if path.exists() else name
 
 
 def _arms(options: dict[str, Any], engine) -> list:
@@ -270,7 +290,7 @@ def _settings(options: dict[str, Any], plan) -> dict[str, Any]:
     }
 
 
-def _continued(before, new):
+def _continued(before, new, plan):
     """The record to go on with, if it is of the same bench on the same machine."""
     for part in ("settings", "workload", "targets", "drafters", "arms"):
         if getattr(before, part) != getattr(new, part):
@@ -285,6 +305,13 @@ def _continued(before, new):
             f"--resume: the report was measured elsewhere ({', '.join(changed)} "
             "differ); its speeds do not mix with this machine's"
         )
+    asked = {(prompt.name, mode, prompt.sha256) for prompt, mode in plan.jobs}
+    for prompt in before.prompts:
+        if (prompt.name, prompt.thinking, prompt.sha256) not in asked:
+            raise DFlash2Error(
+                f"--resume: the report holds {prompt.name}, which is not one of the "
+                "prompts asked for; start with another --json FILE"
+            )
     return before
 
 

@@ -6,7 +6,6 @@ from typing import Any
 
 import click
 
-from ..checkpoint import refuse_existing
 from ..errors import DFlash2Error
 from .drafters import load_named_drafter, name_drafter
 
@@ -27,7 +26,7 @@ def run_cycle(options: dict[str, Any]) -> int:
 
     file = options["json_file"]
     if file not in (None, STDOUT):
-        refuse_unwritable(Path(file))
+        refuse_unwritable(file)
     target, drafter = _models(options)
     plan = Plan(
         prompt_tokens=options["prompt_tokens"],
@@ -47,7 +46,6 @@ def run_cycle(options: dict[str, Any]) -> int:
         return 0
     click.echo("\n".join(report.lines()))
     if file is not None:
-        refuse_existing(Path(file))
         write_whole(Path(file), as_json(report.as_dict()))
     return 0
 
