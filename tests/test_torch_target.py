@@ -1,8 +1,5 @@
 """The torch target: taps, rollback, logits."""
 
-import subprocess
-import sys
-
 import pytest
 from tiny import TARGET, assert_close, torch_target
 
@@ -92,24 +89,3 @@ def test_every_end_of_sequence_token_is_known(target):
     assert target.eos_token_ids == {1, 2}
     single = torch_target(TARGET | {"eos_token_id": 9})
     assert single.eos_token_ids == {9}
-
-
-def test_the_reference_imports_no_mlx():
-    """In a process of its own: the tests themselves have MLX loaded."""
-    script = """
-import importlib, pkgutil, sys
-import mlx_dflash2.torch as room
-for module in pkgutil.iter_modules(room.__path__):
-    importlib.import_module(f"mlx_dflash2.torch.{module.name}")
-loaded = [name for name in sys.modules if name.split(".")[0] in ("mlx", "mlx_lm")]
-assert "mlx_dflash2.torch.drafter" in sys.modules
-assert not loaded, loaded
-ours = [name for name in sys.modules if name.startswith("mlx_dflash2.")]
-allowed = {"torch", "checkpoint", "errors", "families", "names", "stats"}
-allowed |= {"config", "config_fields", "config_reader"}
-assert {name.split(".")[1] for name in ours} <= allowed, ours
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
