@@ -1,6 +1,7 @@
 """A model's JSON files, and fields that may stand in several places of one."""
 
 import json
+import logging
 import math
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ from .errors import DFlash2Error
 
 CODE_KEYS = ("auto_map", "model_file")  # name Python files to run; never followed
 LARGEST = 3.4e38  # of float32
+
+logger = logging.getLogger("mlx_dflash2")
 
 
 def read_json(path: Path) -> dict:
@@ -30,6 +33,19 @@ def read_json(path: Path) -> dict:
             f"{path}: expected a JSON object, found {type(raw).__name__}"
         )
     return raw
+
+
+def warn_of_code(raw: dict, path: Path) -> None:
+    """Say that a setting which names Python files is ignored."""
+    for key in CODE_KEYS:
+        if raw.get(key) is not None:
+            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
+
+
+def without_code(raw: dict, path: Path) -> dict:
+    """Settings without the keys that name Python files; a warning tells of each."""
+    warn_of_code(raw, path)
+    return {key: value for key, value in raw.items() if key not in CODE_KEYS}
 
 
 class ConfigReader:

@@ -17,13 +17,13 @@ from .checkpoint import (
     stored_tensors,
 )
 from .config import DrafterConfig, check_fit
-from .config_reader import read_json
+from .config_reader import read_json, warn_of_code
 from .drafter import Drafter
 from .errors import DFlash2Error
 from .families import read_drafter_config
 from .names import check_tensors, published_names, quantizable
 from .target import Target
-from .target_files import read_target_config, read_tokenizer, warn_of_code
+from .target_files import read_target_config, read_tokenizer
 
 
 def load_target(

@@ -1,36 +1,21 @@
 """A target's folder as mlx-lm should see it: nothing misread, no code."""
 
-import json
 import logging
-import tempfile
+from functools import partial
 from pathlib import Path
 
 import mlx.core as mx
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
-from tokenizers import Tokenizer
 
 from .checkpoint import Source, StoredTensor, stored_tensors
 from .config_fields import SLIDING
-from .config_reader import CODE_KEYS, read_json
+from .config_reader import read_json, without_code
 from .errors import DFlash2Error
+from .tokenizer_files import read_as_stored
 
-CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 logger = logging.getLogger("mlx_dflash2")
-
-
-def warn_of_code(raw: dict, path: Path) -> None:
-    """Say that a setting which names Python files is ignored."""
-    for key in CODE_KEYS:
-        if raw.get(key) is not None:
-            logger.warning("%s: %s is ignored, no code of a model is run", path, key)
-
-
-def without_code(raw: dict, path: Path) -> dict:
-    """Settings without the keys that name Python files; a warning tells of each."""
-    warn_of_code(raw, path)
-    return {key: value for key, value in raw.items() if key not in CODE_KEYS}
 
 
 def read_target_config(source: Source) -> dict:
@@ -40,7 +25,20 @@ def read_target_config(source: Source) -> dict:
         DFlash2Error: It is not a llama model, contradicts itself or its tensors, or
             cannot be rolled back.
     """
-    path = source.folder / CONFIG
+    path = source.folder / "config.json"
+    config = read_llama_config(path)
+    stored = stored_tensors(source.folder)
+    _check_depth(config, stored, path)
+    _settle_tying(config, stored, path)
+    return config
+
+
+def read_llama_config(path: Path) -> dict:
+    """A target's config.json by itself, with nothing mlx-lm would misread.
+
+    Raises:
+        DFlash2Error: It is not a llama model, or contradicts itself.
+    """
     config = without_code(read_json(path), path)
     kind = config.get("model_type")
     if not isinstance(kind, str) or MODEL_REMAPPING.get(kind, kind) != "llama":
@@ -54,9 +52,6 @@ def read_target_config(source: Source) -> dict:
             "after a rejected draft; use a target with full attention in every layer"
         )
     _flatten_rope(config, path)
-    stored = stored_tensors(source.folder)
-    _check_depth(config, stored, path)
-    _settle_tying(config, stored, path)
     return config
 
 
@@ -132,44 +127,6 @@ def _settle_tying(config: dict, stored: dict[str, StoredTensor], path: Path) -> 
 
 
 def read_tokenizer(source: Source, config: dict):
-    """Load through mlx-lm, from a view of the folder without code.
-
-    The class that transformers picks may replace what tokenizer.json says: a llama
-    class loses the spaces of a byte-level file. The file is then read as it is.
-    """
-    with tempfile.TemporaryDirectory(prefix="mlx-dflash2-") as temporary:
-        view = Path(temporary)
-        for path in source.folder.iterdir():
-            if path.suffix != ".py" and path.name not in (CONFIG, TOKENIZER_CONFIG):
-                (view / path.name).symlink_to(path.resolve())
-        (view / CONFIG).write_text(json.dumps(config), encoding="utf-8")
-        path = source.folder / TOKENIZER_CONFIG
-        settings = without_code(read_json(path), path) if path.exists() else {}
-        try:
-            tokenizer = _tokenizer_of(view, settings, config)
-            if _loses_text(tokenizer, view / "tokenizer.json"):
-                settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-                tokenizer = _tokenizer_of(view, settings, config)
-        except Exception as error:  # of any type: a library in Rust raises plain ones
-            reason = " ".join(str(error).split())[:300]
-            raise DFlash2Error(
-                f"{source.name}: its tokenizer cannot be loaded: {reason}"
-            ) from error
-    return tokenizer
-
-
-def _tokenizer_of(view: Path, settings: dict, config: dict):
-    content = json.dumps(settings)
-    (view / TOKENIZER_CONFIG).write_text(content, encoding="utf-8")
-    return load_tokenizer(view, eos_token_ids=config.get("eos_token_id"))
-
-
-def _loses_text(tokenizer, file: Path) -> bool:
-    """Whether a text survives the tokenizer of `file`, but not the loaded one."""
-    if not file.exists():
-        return False
-    text = "a b  c\n\td"
-    plain = Tokenizer.from_file(str(file))
-    kept = plain.decode(plain.encode(text, add_special_tokens=False).ids)
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    return kept == text != tokenizer.decode(ids)
+    """mlx-lm's wrapper of the tokenizer that the files describe."""
+    load = partial(load_tokenizer, eos_token_ids=config.get("eos_token_id"))
+    return read_as_stored(source, config, load)
