@@ -89,10 +89,45 @@ class Target:
         )
         if not taps:
             return output.logits, None
-        if not all(0 <= tap < self.num_layers - 1 for tap in taps):
-            raise ValueError(f"taps {list(taps)} of {self.num_layers} layers")
+        self._check_taps(taps)
         states = output.hidden_states  # states[0] is the embedding
         return output.logits, torch.cat([states[tap + 1] for tap in taps], dim=-1)
+
+    def trunk(
+        self,
+        tokens: Tensor,
+        *,
+        taps: Sequence[int],
+        positions: Tensor,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers without the head, keeping no state but the tapped ones.
+
+        Args:
+            tokens: Shape: (B, S).
+            taps: As `forward` takes them.
+            positions: Shape: (B, S).
+            mask: True where visible, (B, 1, S, S); None sees everything before.
+
+        Returns:
+            The tapped outputs, (B, S, T*D), and the rows after the final norm, which
+            `head` makes logits of, (B, S, D).
+        """
+        self._check_taps(taps)
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)
+        rotations = body.rotary_emb(hidden, position_ids=positions)
+        tapped = {}
+        for index, layer in enumerate(body.layers):
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotations)
+            if index in taps:
+                tapped[index] = hidden
+        features = torch.cat([tapped[tap] for tap in taps], dim=-1)
+        return features, body.norm(hidden)
+
+    def _check_taps(self, taps: Sequence[int]) -> None:
+        if not all(0 <= tap < self.num_layers - 1 for tap in taps):
+            raise ValueError(f"taps {list(taps)} of {self.num_layers} layers")
 
     def roll_back(self, cache: DynamicCache, length: int) -> None:
         """Cut the cache to its first `length` positions."""
