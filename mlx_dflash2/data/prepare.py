@@ -1,0 +1,316 @@
+"""From conversations to rows to train on: one folder, resumable, the same each time.
+
+    OUT/prepare.json       the settings; a folder is continued with these only
+    OUT/sources/           what was streamed from the Hub
+    OUT/units/             what each finished unit gave
+    OUT/train/, held_out/  rows, as `rows.RowSet` reads them once all is done
+    OUT/recipe.toml        the recipe with every revision fixed
+    OUT/SOURCE_TERMS.md    where the text comes from, and what its licences ask
+
+A unit is a run of texts, packed by itself. Finished units are kept.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from mlx_dflash2 import __version__
+from mlx_dflash2.config_reader import read_json
+from mlx_dflash2.conversations import Conversation
+from mlx_dflash2.errors import DFlash2Error
+
+from .formatting import ChatFormat, Document
+from .packing import pack, unpacked
+from .recipes import Recipe, Take, read_recipe, write_recipe
+from .rows import Shard, chunks, shard_name, write_json, write_manifest, write_shard
+from .sources import Source, file_sha256, hub_sources, local_source
+from .split import held_out_below, prompt_key
+from .target_text import load_target_text
+from .terms import terms_text
+
+TRAIN, HELD_OUT = SIDES = ("train", "held_out")
+UNIT = 2000  # texts
+Item = Conversation | str
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class PrepareOptions:
+    """What `train prepare` is asked for.
+
+    Attributes:
+        model: Folder or Hub id of the target.
+        out: The folder to write, or to continue.
+        data: Files of conversations, one a line.
+        recipe: "published" or a TOML file; None for local data only.
+        phase: Of the recipe, from 1.
+        row_length: Tokens a row may have; longer texts lose their end.
+        pack: Put several documents into a row.
+        held_out: Below 1 the share of prompts, from 1 on how many.
+        enable_thinking: The chat template's variable; None leaves it undefined.
+        last_turn_only: Learn the last answer of each conversation only.
+        min_supervised: Documents with fewer tokens to learn are left out.
+        limit: Read so many rows of each source at most.
+    """
+
+    model: str
+    out: Path
+    data: tuple[Path, ...] = ()
+    recipe: str | None = None
+    phase: int = 1
+    revision: str | None = None
+    row_length: int = 1536
+    pack: bool = True
+    held_out: float = 0.02
+    enable_thinking: bool | None = None
+    last_turn_only: bool = False
+    min_supervised: int = 8
+    limit: int | None = None
+    offline: bool = False
+
+
+@dataclass(frozen=True)
+class PrepareReport:
+    """What a finished folder holds.
+
+    Attributes:
+        read: Conversations and texts.
+        dropped: Answers and documents left out, by reason.
+        rows: By side; `documents`, `tokens` and `supervised` likewise.
+        warnings: What the sources' terms ask to be said.
+    """
+
+    folder: Path
+    read: int
+    dropped: dict[str, int]
+    rows: dict[str, int]
+    documents: dict[str, int]
+    tokens: dict[str, int]
+    supervised: dict[str, int]
+    warnings: list[str]
+
+    def lines(self) -> list[str]:
+        """The report as `train prepare` prints it."""
+        lines = [f"{self.folder}: {self.read} texts read"]
+        lines += [
+            f"  {side}: {self.rows[side]} rows, {self.documents[side]} documents, "
+            f"{self.tokens[side]} tokens, {self.supervised[side]} to learn"
+            for side in SIDES
+        ]
+        lines += [f"  left out: {n} ({why})" for why, n in self.dropped.items()]
+        return lines + [f"  note: {warning}" for warning in self.warnings]
+
+
+def prepare(options: PrepareOptions, say: Say) -> PrepareReport:
+    """Write the rows, or go on where an earlier call of the same settings stopped.
+
+    Args:
+        say: Told of progress.
+
+    Raises:
+        DFlash2Error: Something cannot be had or read, the folder is of other settings,
+            or nothing is left to learn.
+    """
+    recipe, takes = _recipe(options)
+    target = load_target_text(
+        options.model, revision=options.revision, offline=options.offline
+    )
+    settings = _settings(options, takes, target.facts)
+    _claim(options.out, settings)
+    for name in (*SIDES, "units"):
+        (options.out / name).mkdir(exist_ok=True)
+    sources = [local_source(path, options.limit) for path in options.data]
+    if recipe is not None:
+        fetched, revisions = hub_sources(
+            takes, options.out / "sources", offline=options.offline, say=say
+        )
+        sources += fetched
+        write_recipe(recipe.pinned(revisions), options.out / "recipe.toml")
+    below = held_out_below(options.held_out, _items(sources))
+    chat = ChatFormat(target, options.enable_thinking, options.last_turn_only)
+    units = []
+    for number, items in enumerate(chunks(_items(sources), UNIT)):
+        units.append(_unit(options, chat, number, items, below))
+        say(f"{sum(unit['read'] for unit in units)} texts")
+    return _finish(options, settings, sources, units, below)
+
+
+def plan(options: PrepareOptions) -> list[str]:
+    """What `prepare` would do; nothing is opened or written.
+
+    Raises:
+        DFlash2Error: The options contradict each other.
+    """
+    _, takes = _recipe(options)
+    most = f", at most {options.limit} of each source" if options.limit else ""
+    thinking = {None: "the template decides", True: "on", False: "off"}
+    filling = "packed" if options.pack else "one document each"
+    done = len(list((options.out / "units").glob("*.json")))
+    return [
+        f"target: {options.model}, thinking: {thinking[options.enable_thinking]}",
+        *(f"data: {path}" for path in options.data),
+        *(
+            f"data: {take.dataset.repo}@{take.dataset.revision or 'default branch'}, "
+            f"{take.count} rows after {take.first} ({take.dataset.licence})"
+            for take in takes
+        ),
+        f"rows: up to {options.row_length} tokens, {filling}{most}",
+        f"held out: {options.held_out:g} of the prompts"
+        if options.held_out < 1
+        else f"held out: {options.held_out:g} prompts",
+        f"out: {options.out}" + (f", {done} units are done" if done else ""),
+    ]
+
+
+def _recipe(options: PrepareOptions) -> tuple[Recipe | None, list[Take]]:
+    if options.recipe is None:
+        if not options.data:
+            raise DFlash2Error(
+                "there is nothing to prepare; name conversations with --data, or a "
+                "mixture of data sets with --recipe"
+            )
+        return None, []
+    recipe = read_recipe(options.recipe)
+    takes = recipe.takes(options.phase)
+    if options.limit is not None:
+        takes = [
+            Take(take.dataset, take.first, min(take.count, options.limit))
+            for take in takes
+        ]
+    return recipe, takes
+
+
+def _settings(
+    options: PrepareOptions, takes: Sequence[Take], target: dict[str, str | None]
+) -> dict[str, Any]:
+    """All that decides what is written."""
+    same = ("row_length", "pack", "held_out", "enable_thinking", "last_turn_only")
+    return {
+        "version": __version__,
+        "target": target,
+        "data": [[path.name, file_sha256(path)] for path in options.data],
+        "takes": [asdict(take) for take in takes],
+        **{name: getattr(options, name) for name in same},
+        "min_supervised": options.min_supervised,
+        "limit": options.limit,
+    }
+
+
+def _claim(folder: Path, settings: dict[str, Any]) -> None:
+    """Take a new folder, or one that was begun with the same settings."""
+    path = folder / "prepare.json"
+    if path.is_file():
+        known = read_json(path)
+        for name in settings.keys() | known.keys():
+            if settings.get(name) != known.get(name):
+                raise DFlash2Error(
+                    f"{path}: {name} is {known.get(name)!r}, but this run asks for "
+                    f"{settings.get(name)!r}; repeat the settings or choose another "
+                    "--out"
+                )
+        return
+    if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
+        raise DFlash2Error(
+            f"{folder}: is there and was not written by `train prepare`; choose "
+            "another --out"
+        )
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_json(path, settings)
+    except OSError as error:
+        raise DFlash2Error(f"{folder}: cannot be written ({error.strerror})") from None
+
+
+def _items(sources: Sequence[Source]) -> Iterator[Item]:
+    files = (file for source in sources for file in source.files)
+    return chain.from_iterable(file.items() for file in files)
+
+
+def _unit(
+    options: PrepareOptions,
+    chat: ChatFormat,
+    number: int,
+    items: Sequence[Item],
+    below: int,
+) -> dict[str, Any]:
+    """Write the rows of one unit and what came of it; a finished unit is kept."""
+    facts = options.out / "units" / f"{number:05d}.json"
+    if facts.is_file():
+        return read_json(facts)
+    documents: dict[str, list[Document]] = {side: [] for side in SIDES}
+    dropped: Counter[str] = Counter()
+    for item in items:
+        side = HELD_OUT if prompt_key(item) < below else TRAIN
+        documents[side] += _documents(options, chat, item, dropped)
+    unit: dict[str, Any] = {"read": len(items), "dropped": dropped}
+    for side in SIDES:
+        found = documents[side]
+        rows = pack(found, options.row_length) if options.pack else unpacked(found)
+        path = options.out / side / shard_name(number)
+        unit[side] = asdict(write_shard(path, rows)) if rows else None
+    write_json(facts, unit)
+    return unit
+
+
+def _documents(
+    options: PrepareOptions, chat: ChatFormat, item: Item, dropped: Counter[str]
+) -> list[Document]:
+    """The documents of one text that are worth training on."""
+    if isinstance(item, str):
+        found = [chat.text(item)]
+    else:
+        formatted = chat.format(item)
+        found = formatted.documents
+        dropped.update(formatted.dropped)
+    found = [document.cut(options.row_length) for document in found]
+    kept = [d for d in found if d.supervised.sum() >= options.min_supervised]
+    if len(kept) < len(found):
+        least = f"fewer than {options.min_supervised} tokens to learn"
+        dropped[least] += len(found) - len(kept)
+    return kept
+
+
+def _finish(
+    options: PrepareOptions,
+    settings: dict[str, Any],
+    sources: Sequence[Source],
+    units: Sequence[dict[str, Any]],
+    below: int,
+) -> PrepareReport:
+    """Complete the folder; the report."""
+    dropped: Counter[str] = Counter()
+    for unit in units:
+        dropped.update(unit["dropped"])
+    shards = {
+        side: [Shard(**unit[side]) for unit in units if unit[side]] for side in SIDES
+    }
+    if not shards[TRAIN]:
+        reasons = ", ".join(f"{why}: {n}" for why, n in dropped.items())
+        raise DFlash2Error(
+            f"{options.out}: nothing is left to learn ({reasons or 'all held out'}); "
+            "see the thinking mode, --held-out and the data"
+        )
+    terms = [source.terms for source in sources]
+    facts = {
+        **settings,
+        "held_out_below": below,
+        "sources": [asdict(source) for source in terms],
+        "dropped": dropped,
+    }
+    (options.out / "SOURCE_TERMS.md").write_text(terms_text(terms), encoding="utf-8")
+    for side in SIDES:
+        write_manifest(options.out / side, shards[side], {"split": side, **facts})
+    counts = {
+        name: {side: sum(getattr(s, name) for s in shards[side]) for side in SIDES}
+        for name in ("rows", "documents", "tokens", "supervised")
+    }
+    return PrepareReport(
+        options.out,
+        sum(unit["read"] for unit in units),
+        dict(dropped),
+        **counts,
+        warnings=[warning for source in terms for warning in source.warnings()],
+    )
