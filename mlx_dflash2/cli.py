@@ -6,6 +6,7 @@ from importlib import metadata
 
 import click
 
+from .cli_train import train
 from .errors import DFlash2Error
 from .families import FAMILIES
 
@@ -272,3 +273,6 @@ def doctor(**options) -> None:
     from .commands.doctor import run_doctor
 
     sys.exit(run_doctor(options))
+
+
+main.add_command(train)
