@@ -17,8 +17,14 @@ SMALLEST_OVERLAP = 1e-20  # of two distributions, before its logarithm
 
 def measure(heads: Heads, objective: Objective, slots: Slots) -> LossReport:
     """Every term and count of some slots."""
+    return measure_logits(heads, objective, slots, heads.draft(slots.hidden))
+
+
+def measure_logits(
+    heads: Heads, objective: Objective, slots: Slots, logits: Tensor
+) -> LossReport:
+    """The same, of slots whose own logits, (M, G, C), are there already."""
     drafter, labels = heads.drafter, heads.column(slots.labels)
-    logits = heads.draft(slots.hidden)
     if isinstance(drafter, DSparkDrafter):
         markov = drafter.markov_head.markov_w1(slots.previous)
         logits = logits + heads.markov(markov)

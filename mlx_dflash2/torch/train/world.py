@@ -1,6 +1,7 @@
 """The processes of a run: one alone, or as many as torchrun started."""
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,12 +54,17 @@ class World:
     def leads(self) -> bool:
         return self.rank == 0
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes; the same in each."""
-        if self.size > 1:
-            tensor = tensor.clone()
-            distributed.all_reduce(tensor)
-        return tensor
+    def totals(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The sums over all processes, in float64 on the way; the same in each."""
+        if self.size == 1:
+            return list(tensors)
+        joined = torch.cat([tensor.double().flatten() for tensor in tensors])
+        distributed.all_reduce(joined)
+        parts = joined.split([tensor.numel() for tensor in tensors])
+        return [
+            part.view_as(tensor).to(tensor.dtype)
+            for part, tensor in zip(parts, tensors, strict=True)
+        ]
 
     def wait(self) -> None:
         """Until every process is here."""
