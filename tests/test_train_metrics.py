@@ -13,7 +13,7 @@ from train_tiny import setting  # noqa: E402
 
 from mlx_dflash2.torch.loading import load_drafter, load_target  # noqa: E402
 from mlx_dflash2.torch.proposal import Draws  # noqa: E402
-from mlx_dflash2.torch.train.metrics import evaluate, rates, walk  # noqa: E402
+from mlx_dflash2.torch.train.metrics import Evaluator, rates, walk  # noqa: E402
 from mlx_dflash2.torch.train.objective import Objective  # noqa: E402
 from mlx_dflash2.torch.train.paths import draft_paths  # noqa: E402
 from mlx_dflash2.torch.train.precision import Precision  # noqa: E402
@@ -25,16 +25,16 @@ FAMILIES = ["dflash2", "dflash", "dspark"]
 TEACHER = {"dspark": Objective(tv=1.0, confidence=1.0)}
 
 
-def measured(pair, rows, **options):
-    family = pair.options.family
-    return evaluate(
+def measured(pair, rows, blocks_at_once=7):
+    evaluator = Evaluator(
         load_drafter(pair.drafter),
         load_target(pair.target),
-        rows,
-        TEACHER.get(family, Objective()),
-        **{"blocks_at_once": 7, "precision": Precision("fp32", CPU)} | options,
-        world=World(CPU),
+        TEACHER.get(pair.options.family, Objective()),
+        Precision("fp32", CPU),
+        World(CPU),
+        blocks_at_once,
     )
+    return evaluator(rows)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

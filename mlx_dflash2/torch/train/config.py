@@ -36,7 +36,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         "stages": {"backbone": 0, "selector": 0},
     },
 }
-FREE = ("out", "offline", "minutes", "threads", "device", "evaluation", "checkpoints")
+FREE = (  # what a resumed run may change; the contract knows models and data by content
+    *("out", "offline", "minutes", "threads", "device", "evaluation", "checkpoints"),
+    *("target", "revision", "data", "anneal_data", "warm_start", "warm_start_revision"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import batched, islice
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -61,7 +61,8 @@ class Feed:
         """
         for drawn in self._draws(start):
             drawn.sort(key=lambda each: len(each.row.tokens))
-            parts = list(batched(drawn, self.config.batch.rows_at_once))
+            size = self.config.batch.rows_at_once
+            parts = [drawn[at : at + size] for at in range(0, len(drawn), size)]
             yield [
                 self._batch(part) for part in parts[self.world.rank :: self.world.size]
             ]

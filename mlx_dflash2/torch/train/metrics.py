@@ -19,7 +19,7 @@ from ..drafter import Drafter
 from ..target import Target
 from .batch import Batch
 from .blocks import Blocks, anchors_of
-from .features import capture
+from .features import Captured, capture
 from .heads import Heads
 from .network import block_rows
 from .objective import Objective
@@ -119,62 +119,64 @@ def total_report(report: LossReport, world: World) -> LossReport:
     return LossReport(*({name: next(sums) for name in part} for part in parts))
 
 
-@torch.no_grad()
-def evaluate(
-    drafter: Drafter,
-    target: Target,
-    rows: Sequence["Row"],
-    objective: Objective,
-    *,
-    blocks_at_once: int,
-    precision: Precision,
-    world: World,
-) -> dict[str, Any]:
-    """Measure a drafter on rows, which the processes share; see `Tally.summary`.
+@dataclass(frozen=True)
+class Evaluator:
+    """Measures a drafter on rows; the processes of a run share them.
 
-    Args:
+    Attributes:
         drafter: As it would decode: over the whole vocabulary.
         target: The model the rows' answers are of.
-        rows: At least one for each process.
         objective: Its losses are reported as well.
-        blocks_at_once: Blocks whose logits exist at the same time.
         precision: Of the drafter's matrix products.
         world: This process and its peers.
+        blocks_at_once: Blocks whose logits exist at the same time.
+        tap_scale: As the drafter is trained with.
     """
-    with precision.autocast():
-        tallies = (
-            _tally(drafter, target, rows[index], objective, blocks_at_once, world)
-            for index in range(world.rank, len(rows), world.size)
-        )
-        return reduce(add, tallies).over(world).summary(objective)
 
+    drafter: Drafter
+    target: Target
+    objective: Objective
+    precision: Precision
+    world: World
+    blocks_at_once: int = 32
+    tap_scale: float = 1.0
 
-def _tally(
-    drafter: Drafter,
-    target: Target,
-    row: "Row",
-    objective: Objective,
-    blocks_at_once: int,
-    world: World,
-) -> Tally:
-    batch = Batch.of([row], world.device)
-    captured = capture(target, batch, drafter.config.target_layer_ids)
-    anchors = anchors_of(row.supervised, row.document)
-    heads, reports, runs = Heads(drafter, target, None), [], []
-    for start in range(0, max(1, len(anchors)), blocks_at_once):
-        part = anchors[start : start + blocks_at_once]
-        blocks = Blocks.at(batch, [part], drafter.config.num_draft_tokens)
-        hidden = block_rows(drafter, target, batch, captured.features, blocks)
-        slots = Slots.of(hidden, captured.last, blocks)
-        logits = heads.draft(slots.hidden)
-        reports.append(measure_logits(heads, objective, slots, logits))
-        runs.append(_runs(drafter, slots, logits))
-    walks = {}
-    for name in runs[0]:
-        lengths = torch.cat([run[name] for run in runs]).cpu().numpy()
-        sums = walk(anchors, lengths, drafter.config.num_draft_tokens)
-        walks[name] = torch.from_numpy(sums).to(world.device)
-    return Tally(walks, reduce(add, reports))
+    @torch.no_grad()
+    def __call__(self, rows: Sequence["Row"]) -> dict[str, Any]:
+        """See `Tally.summary`; of at least one row for each process."""
+        own = range(self.world.rank, len(rows), self.world.size)
+        total = reduce(add, (self._tally(rows[index]) for index in own))
+        return total.over(self.world).summary(self.objective)
+
+    def _tally(self, row: "Row") -> Tally:
+        batch = Batch.of([row], self.world.device)
+        captured = capture(self.target, batch, self.drafter.config.target_layer_ids)
+        anchors = anchors_of(row.supervised, row.document)
+        parts = [
+            self._part(batch, captured, anchors[start : start + self.blocks_at_once])
+            for start in range(0, max(1, len(anchors)), self.blocks_at_once)
+        ]
+        walks = {}
+        for name in parts[0][1]:
+            runs = torch.cat([runs[name] for _, runs in parts]).cpu().numpy()
+            sums = walk(anchors, runs, self.drafter.config.num_draft_tokens)
+            walks[name] = torch.from_numpy(sums).to(self.world.device)
+        return Tally(walks, reduce(add, (report for report, _ in parts)))
+
+    def _part(
+        self, batch: Batch, captured: Captured, anchors: np.ndarray
+    ) -> tuple[LossReport, dict[str, Tensor]]:
+        """Losses and counts of some blocks of a row, and how many tokens each gains."""
+        drafter, target = self.drafter, self.target
+        blocks = Blocks.at(batch, [anchors], drafter.config.num_draft_tokens)
+        heads = Heads(drafter, target, None)
+        with self.precision.autocast():
+            features = captured.features * self.tap_scale
+            hidden = block_rows(drafter, target, batch, features, blocks)
+            slots = Slots.of(hidden, captured.last, blocks)
+            logits = heads.draft(slots.hidden)
+            report = measure_logits(heads, self.objective, slots, logits)
+            return report, _runs(drafter, slots, logits)
 
 
 def _runs(drafter: Drafter, slots: Slots, logits: Tensor) -> dict[str, Tensor]:

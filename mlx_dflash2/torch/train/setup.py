@@ -1,0 +1,180 @@
+"""What a run works with: target, rows, the drafter's shape, and the contract."""
+
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mlx_dflash2 import __version__
+from mlx_dflash2.checkpoint import TARGET_FILES, Source, find_source
+from mlx_dflash2.config import DrafterConfig, check_fit
+from mlx_dflash2.config_reader import read_json
+from mlx_dflash2.data.rows import Row, RowSet
+from mlx_dflash2.data.target_text import load_target_text
+from mlx_dflash2.data.units import HELD_OUT, TRAIN
+from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.pairs import fingerprint
+
+from ..loading import load_target
+from ..target import Target
+from .config import Shape, TrainConfig
+from .contract import Contract
+from .geometry import new_drafter, read_geometry
+from .precision import Precision
+from .warm_start import Parent
+from .world import World
+
+TEXT = ("tokenizer_sha256", "template_sha256")  # what rows and target must share
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything but the weights that are trained.
+
+    Attributes:
+        drafter: The config.json of the drafter.
+        held_out: Rows to evaluate on.
+        contract: Without what a warm start took.
+    """
+
+    config: TrainConfig
+    world: World
+    precision: Precision
+    target: Target
+    rows: RowSet
+    anneal: RowSet | None
+    held_out: list[Row]
+    drafter: dict[str, Any]
+    contract: Contract
+
+    @property
+    def geometry(self) -> DrafterConfig:
+        return read_geometry(self.drafter)
+
+
+def make_setup(
+    config: TrainConfig,
+    world: World,
+    *,
+    drafter: dict[str, Any] | None = None,
+    parent: Parent | None = None,
+) -> Setup:
+    """Load and check what a run needs.
+
+    Args:
+        config: Of the run.
+        world: This process and its peers.
+        drafter: The config.json of a run that goes on; None makes a new one.
+        parent: The drafter a new run starts from.
+
+    Raises:
+        DFlash2Error: Something is missing, or does not fit the rest.
+    """
+    config.need("target", "data", "out")
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    source = find_target(config)
+    raw = read_json(source.folder / "config.json")
+    drafter = drafter or new_drafter(inherited(config.drafter, parent), raw)
+    geometry = read_geometry(drafter)
+    config.objective.check(geometry)
+    rows, held_out, anneal = read_rows(config, source)
+    if len(held_out) < world.size:
+        raise DFlash2Error(
+            f"{config.data}: {len(held_out)} held-out rows are too few for "
+            f"{world.size} processes; prepare the data with a larger --held-out"
+        )
+    precision = Precision.choose(config.precision, world.device)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    target = load_target(
+        source.folder, dtype=precision.target_dtype, device=world.device
+    )
+    check_fit(
+        geometry,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        where="drafter",
+        target=source.name,
+    )
+    contract = Contract(
+        settings=config.settled() | {"precision": precision.name},
+        target=_target_facts(source, rows),
+        data={side: dict(_data_facts(found)) for side, found in _sets(rows, anneal)},
+        drafter=drafter,
+        parent=None,
+        code=__version__,
+    )
+    return Setup(
+        config, world, precision, target, rows, anneal, held_out, drafter, contract
+    )
+
+
+def find_target(config: TrainConfig) -> Source:
+    """The target's files."""
+    return find_source(
+        config.target,
+        revision=config.revision,
+        offline=config.offline,
+        files=TARGET_FILES,
+    )
+
+
+def inherited(shape: Shape, parent: Parent | None) -> Shape:
+    """The shape with what it leaves open as a warm start has it: mask token, taps."""
+    if parent is None:
+        return shape
+    mask, taps = shape.mask_token_id, parent.config.target_layer_ids
+    if mask is None:
+        shape = replace(shape, mask_token_id=parent.config.mask_token_id)
+    if not shape.taps and len(taps) == shape.num_taps:
+        shape = replace(shape, taps=taps)
+    return shape
+
+
+def read_rows(
+    config: TrainConfig, source: Source
+) -> tuple[RowSet, list[Row], RowSet | None]:
+    """Rows to train on, held-out ones, and those for the end of a run.
+
+    Raises:
+        DFlash2Error: They were prepared for another target.
+    """
+    rows = RowSet(Path(config.data) / TRAIN)
+    held_out = RowSet(Path(config.data) / HELD_OUT)
+    anneal = RowSet(Path(config.anneal_data) / TRAIN) if config.anneal_data else None
+    facts = load_target_text(str(source.folder)).facts
+    for found in filter(None, (rows, anneal)):
+        known = found.manifest.get("target") or {}
+        for name in TEXT:
+            if known.get(name) != facts[name]:
+                raise DFlash2Error(
+                    f"{found.folder}: was prepared for {known.get('name')}, whose "
+                    f"{name} is {known.get(name)}, but that of {config.target} is "
+                    f"{facts[name]}; prepare the data with this target"
+                )
+    count = config.evaluation.rows or len(held_out)
+    chosen = sorted(held_out.order(seed=0, epoch=0)[:count].tolist())
+    return rows, [held_out[index] for index in chosen], anneal
+
+
+def _sets(rows: RowSet, anneal: RowSet | None) -> list[tuple[str, RowSet]]:
+    return [("rows", rows)] + ([("anneal", anneal)] if anneal is not None else [])
+
+
+def _target_facts(source: Source, rows: RowSet) -> dict[str, Any]:
+    text = rows.manifest["target"]
+    return {
+        "name": source.name,
+        "revision": source.revision,
+        "fingerprint": fingerprint(source.folder),
+        "enable_thinking": rows.manifest.get("enable_thinking"),
+        **{name: text[name] for name in TEXT},
+    }
+
+
+def _data_facts(rows: RowSet) -> dict[str, Any]:
+    counts = ("rows", "documents", "tokens", "supervised", "sources")
+    return {"sha256": rows.sha256} | {name: rows.manifest.get(name) for name in counts}
