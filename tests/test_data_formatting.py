@@ -169,7 +169,7 @@ def test_thinking_on_learns_thoughts_and_leaves_out_answers_without(targets, nam
     before = targets[name].tokenizer.decode(document.tokens[~document.supervised])
     assert before.endswith("assistant\n<think>\n")
     assert found.removeprefix("<think>\n") == f"Two.\n</think>\n\n4{END}"
-    assert formatted.dropped == {"no reasoning, but thinking is on": 1}
+    assert formatted.dropped == {"no finished reasoning, but thinking is on": 1}
 
 
 def test_unfinished_and_empty_answers_are_left_out(targets):
@@ -222,6 +222,16 @@ def test_a_cut_document_loses_the_end_of_its_turn(targets):
     cut = document.cut(len(document.tokens) - 2)
     assert learnt(target, cut) == ["one tw"] or learnt(target, cut) == ["one t"]
     assert END not in learnt(target, cut)[0]
+
+
+def test_an_answer_the_target_was_stopped_in_has_no_end_to_learn(targets):
+    stopped = {"finish_reason": "length"}
+    chat = conversation("a", "one", "b", "two and", provenance=stopped)
+    (document,) = ChatFormat(targets["chatml"]).format(chat).documents
+    assert learnt(targets["chatml"], document) == [f"one{END}", "two and"]
+    whole = conversation("a", "one", provenance={"finish_reason": "stop"})
+    (document,) = ChatFormat(targets["chatml"]).format(whole).documents
+    assert learnt(targets["chatml"], document) == [f"one{END}"]
 
 
 def test_a_conversation_the_template_refuses_is_left_out_with_its_reason(targets):

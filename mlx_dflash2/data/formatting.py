@@ -135,7 +135,8 @@ class ChatFormat:
                 "which holds none of its end tokens; correct eos_token_id in its "
                 "generation_config.json"
             )
-        end = len(before) + int(ends[0]) + 1
+        ended = len(messages) < len(conversation.messages) or not _is_cut(conversation)
+        end = len(before) + int(ends[0]) + ended
         return _Served(np.array(tokens[:end], np.int32), len(before))
 
     def _check_answer(self, message: dict[str, Any]) -> None:
@@ -145,7 +146,7 @@ class ChatFormat:
         if self.enable_thinking is False and "<think>" in content:
             raise _Unusable("unfinished reasoning")
         if self.enable_thinking and not _reasoning(message).strip():
-            raise _Unusable("no reasoning, but thinking is on")
+            raise _Unusable("no finished reasoning, but thinking is on")
 
     def _render(
         self, messages: list[dict[str, Any]], conversation: Conversation, *, ask: bool
@@ -163,6 +164,12 @@ class ChatFormat:
         except Exception as error:  # a template may raise anything
             reason = " ".join(str(error).split())[:100]
             raise _Unusable(f"the chat template refuses: {reason}") from error
+
+
+def _is_cut(conversation: Conversation) -> bool:
+    """Whether the target was stopped in the last answer, as regeneration records."""
+    provenance = conversation.fields.get("provenance")
+    return isinstance(provenance, dict) and provenance.get("finish_reason") == "length"
 
 
 def _reasoning(message: dict[str, Any]) -> str:

@@ -22,16 +22,15 @@ from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.conversations import Conversation
 from mlx_dflash2.errors import DFlash2Error
 
-from .formatting import ChatFormat, Document
-from .packing import pack, unpacked
+from .formatting import ChatFormat
 from .recipes import Recipe, Take, read_recipe, write_recipe
-from .rows import Shard, chunks, shard_name, write_json, write_manifest, write_shard
+from .rows import COUNTS, chunks, write_json, write_manifest
 from .sources import Source, file_sha256, hub_sources, local_source
-from .split import held_out_below, prompt_key
+from .split import held_out_below
 from .target_text import load_target_text
-from .terms import terms_text
+from .terms import SourceTerms, terms_text
+from .units import SIDES, TRAIN, RowFormat, Unit, write_unit
 
-TRAIN, HELD_OUT = SIDES = ("train", "held_out")
 UNIT = 2000  # texts
 Item = Conversation | str
 Say = Callable[[str], None]
@@ -130,12 +129,19 @@ def prepare(options: PrepareOptions, say: Say) -> PrepareReport:
         sources += fetched
         write_recipe(recipe.pinned(revisions), options.out / "recipe.toml")
     below = held_out_below(options.held_out, _items(sources))
-    chat = ChatFormat(target, options.enable_thinking, options.last_turn_only)
+    form = RowFormat(
+        ChatFormat(target, options.enable_thinking, options.last_turn_only),
+        options.row_length,
+        options.pack,
+        options.min_supervised,
+        below,
+    )
     units = []
     for number, items in enumerate(chunks(_items(sources), UNIT)):
-        units.append(_unit(options, chat, number, items, below))
-        say(f"{sum(unit['read'] for unit in units)} texts")
-    return _finish(options, settings, sources, units, below)
+        units.append(write_unit(options.out, number, items, form))
+        say(f"{sum(unit.read for unit in units)} texts")
+    facts = {**settings, "held_out_below": below}
+    return _finish(options.out, facts, [s.terms for s in sources], units)
 
 
 def plan(options: PrepareOptions) -> list[str]:
@@ -187,13 +193,14 @@ def _settings(
     options: PrepareOptions, takes: Sequence[Take], target: dict[str, str | None]
 ) -> dict[str, Any]:
     """All that decides what is written."""
-    same = ("row_length", "pack", "held_out", "enable_thinking", "last_turn_only")
+    same = ("row_length", "pack", "enable_thinking", "last_turn_only")
     return {
         "version": __version__,
         "target": target,
         "data": [[path.name, file_sha256(path)] for path in options.data],
         "takes": [asdict(take) for take in takes],
         **{name: getattr(options, name) for name in same},
+        "held_out": float(options.held_out),
         "min_supervised": options.min_supervised,
         "limit": options.limit,
     }
@@ -229,87 +236,37 @@ def _items(sources: Sequence[Source]) -> Iterator[Item]:
     return chain.from_iterable(file.items() for file in files)
 
 
-def _unit(
-    options: PrepareOptions,
-    chat: ChatFormat,
-    number: int,
-    items: Sequence[Item],
-    below: int,
-) -> dict[str, Any]:
-    """Write the rows of one unit and what came of it; a finished unit is kept."""
-    facts = options.out / "units" / f"{number:05d}.json"
-    if facts.is_file():
-        return read_json(facts)
-    documents: dict[str, list[Document]] = {side: [] for side in SIDES}
-    dropped: Counter[str] = Counter()
-    for item in items:
-        side = HELD_OUT if prompt_key(item) < below else TRAIN
-        documents[side] += _documents(options, chat, item, dropped)
-    unit: dict[str, Any] = {"read": len(items), "dropped": dropped}
-    for side in SIDES:
-        found = documents[side]
-        rows = pack(found, options.row_length) if options.pack else unpacked(found)
-        path = options.out / side / shard_name(number)
-        unit[side] = asdict(write_shard(path, rows)) if rows else None
-    write_json(facts, unit)
-    return unit
-
-
-def _documents(
-    options: PrepareOptions, chat: ChatFormat, item: Item, dropped: Counter[str]
-) -> list[Document]:
-    """The documents of one text that are worth training on."""
-    if isinstance(item, str):
-        found = [chat.text(item)]
-    else:
-        formatted = chat.format(item)
-        found = formatted.documents
-        dropped.update(formatted.dropped)
-    found = [document.cut(options.row_length) for document in found]
-    kept = [d for d in found if d.supervised.sum() >= options.min_supervised]
-    if len(kept) < len(found):
-        least = f"fewer than {options.min_supervised} tokens to learn"
-        dropped[least] += len(found) - len(kept)
-    return kept
-
-
 def _finish(
-    options: PrepareOptions,
-    settings: dict[str, Any],
-    sources: Sequence[Source],
-    units: Sequence[dict[str, Any]],
-    below: int,
+    folder: Path,
+    facts: dict[str, Any],
+    terms: Sequence[SourceTerms],
+    units: Sequence[Unit],
 ) -> PrepareReport:
     """Complete the folder; the report."""
     dropped: Counter[str] = Counter()
     for unit in units:
-        dropped.update(unit["dropped"])
+        dropped.update(unit.dropped)
     shards = {
-        side: [Shard(**unit[side]) for unit in units if unit[side]] for side in SIDES
+        side: [found for unit in units if (found := unit.shards[side])]
+        for side in SIDES
     }
     if not shards[TRAIN]:
         reasons = ", ".join(f"{why}: {n}" for why, n in dropped.items())
         raise DFlash2Error(
-            f"{options.out}: nothing is left to learn ({reasons or 'all held out'}); "
+            f"{folder}: nothing is left to learn ({reasons or 'all is held out'}); "
             "see the thinking mode, --held-out and the data"
         )
-    terms = [source.terms for source in sources]
-    facts = {
-        **settings,
-        "held_out_below": below,
-        "sources": [asdict(source) for source in terms],
-        "dropped": dropped,
-    }
-    (options.out / "SOURCE_TERMS.md").write_text(terms_text(terms), encoding="utf-8")
+    (folder / "SOURCE_TERMS.md").write_text(terms_text(terms), encoding="utf-8")
+    facts |= {"sources": [asdict(source) for source in terms], "dropped": dropped}
     for side in SIDES:
-        write_manifest(options.out / side, shards[side], {"split": side, **facts})
+        write_manifest(folder / side, shards[side], {"split": side, **facts})
     counts = {
         name: {side: sum(getattr(s, name) for s in shards[side]) for side in SIDES}
-        for name in ("rows", "documents", "tokens", "supervised")
+        for name in COUNTS
     }
     return PrepareReport(
-        options.out,
-        sum(unit["read"] for unit in units),
+        folder,
+        sum(unit.read for unit in units),
         dict(dropped),
         **counts,
         warnings=[warning for source in terms for warning in source.warnings()],

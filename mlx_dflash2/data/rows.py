@@ -23,7 +23,7 @@ SCHEMA = 1  # of the shards and the manifest
 MANIFEST = "manifest.json"
 ROWS_PER_SHARD = 4096
 Item = TypeVar("Item")
-ADDED = ("rows", "documents", "tokens", "supervised")  # counts of shards and manifest
+COUNTS = ("rows", "documents", "tokens", "supervised")  # of a shard and of them all
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def write_manifest(
     Args:
         facts: What else to record, such as the row length and the target.
     """
-    counts = {name: sum(getattr(shard, name) for shard in shards) for name in ADDED}
+    counts = {name: sum(getattr(shard, name) for shard in shards) for name in COUNTS}
     manifest = {
         "schema": SCHEMA,
         **facts,

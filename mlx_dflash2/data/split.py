@@ -6,6 +6,7 @@ import unicodedata
 from collections.abc import Iterable
 
 from mlx_dflash2.conversations import Conversation
+from mlx_dflash2.errors import DFlash2Error
 
 KEYS = 2**64  # prompts are spread evenly over so many keys
 
@@ -32,8 +33,16 @@ def held_out_below(held_out: float, items: Iterable[Conversation | str]) -> int:
         held_out: Below 1 the share of all prompts, the same ones in every data set.
             Otherwise how many of the different prompts of `items`, which only then
             are read.
+
+    Raises:
+        DFlash2Error: It is above 1 and no whole number.
     """
     if held_out < 1:
         return int(held_out * KEYS)
+    if held_out != int(held_out):
+        raise DFlash2Error(
+            f"--held-out is {held_out:g}, expected a share below 1 or a whole number "
+            "of prompts"
+        )
     lowest = heapq.nsmallest(int(held_out), {prompt_key(item) for item in items})
     return lowest[-1] + 1
