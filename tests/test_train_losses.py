@@ -14,7 +14,7 @@ from train_tiny import row_of, setting  # noqa: E402
 from mlx_dflash2.errors import DFlash2Error  # noqa: E402
 from mlx_dflash2.torch.train.losses import Criterion  # noqa: E402
 from mlx_dflash2.torch.train.objective import TERMS, Objective  # noqa: E402
-from mlx_dflash2.torch.train.slots import slot_weights  # noqa: E402
+from mlx_dflash2.torch.train.slots import dpace_weights, slot_weights  # noqa: E402
 
 ALPHA, GAMMA = 0.3, 3.0
 NOTHING = dict.fromkeys(TERMS, 0.0)
@@ -218,6 +218,14 @@ def test_dpace_weighs_by_what_drafting_on_is_worth(weighting):
     (-found * constant).sum().backward()
     by_hand = case.drafter.fc.weight.grad.clone()
     assert_close(gradients_of(case, objective)["fc.weight"], by_hand, 1e-4)
+
+
+def test_dpace_stays_finite_where_no_label_is_likely():
+    chance, valid = torch.full((1, 7), 1e-20), torch.ones(1, 7, dtype=torch.bool)
+    for weighting, first in (("dpace", 0.0), ("dpace_p", 0.0), ("dpace_f", 1.0)):
+        objective = only("ce", weighting=weighting, alpha=0.0)
+        weights = dpace_weights(chance, valid, objective)
+        assert_close(weights, torch.full((1, 7), first), 1e-6)
 
 
 def test_slots_are_weighed_by_their_place():

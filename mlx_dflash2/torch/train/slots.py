@@ -77,8 +77,11 @@ def dpace_weights(chance: Tensor, valid: Tensor, objective: Objective) -> Tensor
         objective: Its weighting and alpha.
     """
     kept = (1 - objective.alpha) * chance.detach() + objective.alpha
-    reached = torch.where(valid, kept, 1.0).cumprod(dim=-1)
     if objective.weighting == "dpace_p":
-        return reached
-    onward = (reached * valid).flip(-1).cumsum(dim=-1).flip(-1)
-    return onward / reached if objective.weighting == "dpace_f" else onward
+        return kept.cumprod(dim=-1)
+    onward, after = [], torch.zeros_like(kept[..., 0])
+    for slot in reversed(range(kept.shape[-1])):
+        onward.append(valid[..., slot] * (1 + after))  # no division, so never 0/0
+        after = kept[..., slot] * onward[-1]
+    worth = torch.stack(onward[::-1], dim=-1)
+    return worth if objective.weighting == "dpace_f" else worth * kept.cumprod(dim=-1)
