@@ -136,10 +136,9 @@ def block_mask(
     inside = visible(rows, rows, **kind)
     count = rows.shape[1]
     own = torch.eye(count, dtype=torch.bool, device=rows.device)
-    block = inside[:, :, :, None] & own[:, None, :, None]
-    return torch.cat([context.flatten(1, 2), block.flatten(3).flatten(1, 2)], -1)[
-        :, None
-    ]
+    block = inside[:, :, :, None] & own[:, None, :, None]  # (B, N, L, N, L)
+    seen = [context.flatten(1, 2), block.flatten(3).flatten(1, 2)]
+    return torch.cat(seen, dim=-1)[:, None]
 
 
 def _padded(
