@@ -66,6 +66,8 @@ class Target:
         *,
         taps: Sequence[int] = (),
         logits_to_keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model.
 
@@ -75,6 +77,8 @@ class Target:
             taps: Layers whose output to return, 0-based; the last layer's is not to
                 be had before the final norm, so it may not be tapped.
             logits_to_keep: Compute logits for this many last rows only; 0 for all.
+            mask: 0 where padding is, cached columns included. Shape: (B, C+S).
+            positions: Of the tokens, where a mask shifts them. Shape: (B, S).
 
         Returns:
             Logits (B, S, V), and the tapped outputs joined in the given order on the
@@ -82,6 +86,8 @@ class Target:
         """
         output = self.model(
             tokens,
+            attention_mask=mask,
+            position_ids=positions,
             **{_CACHE: cache},
             use_cache=cache is not None,
             output_hidden_states=bool(taps),

@@ -1,0 +1,56 @@
+"""Prompts in a target's chat template: for an answer, and for a question of its own."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from .target_text import TargetText
+
+MARK = "QUESTION-STANDS-HERE"
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A target's conversations as token ids.
+
+    Attributes:
+        target: Whose template.
+        enable_thinking: The template's variable; None leaves it undefined.
+    """
+
+    target: TargetText
+    enable_thinking: bool | None = None
+
+    def before_answer(self, messages: Messages, tools: list | None = None) -> list[int]:
+        """What the target reads before it answers `messages`."""
+        return self._encode(self._render(messages, tools, ask=True))
+
+    def before_question(self, messages: Messages, opener: str) -> list[int]:
+        """What it reads before it writes the next message of the user.
+
+        Args:
+            opener: How that message begins.
+        """
+        asked = [*messages, {"role": "user", "content": MARK}]
+        before, _, _ = self._render(asked, None, ask=False).rpartition(MARK)
+        return self._encode(before + opener)
+
+    def text(self, tokens: list[int]) -> str:
+        """What tokens say, special ones included."""
+        return self.target.tokenizer.decode(
+            tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+
+    def is_marked(self, tokens: list[int]) -> bool:
+        """Whether the target wrote one of the template's own special tokens."""
+        return not {*self.target.tokenizer.all_special_ids}.isdisjoint(tokens)
+
+    def _encode(self, text: str) -> list[int]:
+        return self.target.tokenizer.encode(text, add_special_tokens=False)
+
+    def _render(self, messages: Messages, tools: list | None, *, ask: bool) -> str:
+        thinking = self.enable_thinking
+        mode = {} if thinking is None else {"enable_thinking": thinking}
+        return self.target.tokenizer.apply_chat_template(
+            messages, tools=tools, tokenize=False, add_generation_prompt=ask, **mode
+        )
