@@ -1,6 +1,7 @@
 """Training runs on a tiny target: its own greedy text as rows, a config, a run."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ from mlx_dflash2.data.rows import Row, write_rows
 from mlx_dflash2.data.target_text import load_target_text
 from mlx_dflash2.torch.decode import Decoded, decode
 from mlx_dflash2.torch.loading import load_target
+from mlx_dflash2.torch.train.config import read_config
+from mlx_dflash2.torch.train.start import train
 
 PROMPT = 20  # tokens; more than twice the lag of an oracle pair's rule
 TINY = {  # settings of a run that takes a second or two
@@ -69,6 +72,37 @@ def write_data(folder: Path, pair: Pair, rows: list[Row], held_out: list[Row]) -
     write_rows(folder / "held_out", held_out, facts)
     (folder / "SOURCE_TERMS.md").write_text("# Source terms\n\nWritten for a test.\n")
     return folder
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A pair's target, rows of its own greedy text, and runs on them."""
+
+    pair: Pair
+    data: Path
+
+    def flags(self, out: Path, **settings) -> dict:
+        """Settings of a tiny run by dotted name; `__` stands for a dot."""
+        named = {name.replace("__", "."): value for name, value in settings.items()}
+        models = {"target": str(self.pair.target), "data": str(self.data)}
+        return TINY | models | {"out": str(out)} | named
+
+    def run(self, out: Path, *, resume: bool = False, **settings) -> int:
+        """Train in this process; the exit code."""
+        return train(read_config(flags=self.flags(out, **settings)), resume=resume)
+
+    def arguments(self, out: Path, **settings) -> list[str]:
+        """Of `train run`, for the same."""
+        flags = self.flags(out, **settings)
+        return [f"--set={name}={json.dumps(value)}" for name, value in flags.items()]
+
+
+def trainable(
+    folder: Path, pair: Pair, *, rows: int = 9, tokens: int = 24
+) -> Trainable:
+    """Greedy answers of the target; the last two are held out."""
+    made = [row_of(p, each.tokens) for p, each in answers(pair, rows, tokens=tokens)]
+    return Trainable(pair, write_data(folder, pair, made[:-2], made[-2:]))
 
 
 def metrics_of(run: Path) -> list[dict]:

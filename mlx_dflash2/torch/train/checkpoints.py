@@ -40,6 +40,7 @@ class Saved:
     Attributes:
         contract: As plain data.
         config: The whole configuration, as plain data.
+        device: What it was trained on.
         scaler: State of fp16's loss scale.
     """
 
@@ -47,6 +48,7 @@ class Saved:
     contract: dict[str, Any]
     config: dict[str, Any]
     progress: Progress
+    device: str
     scaler: dict[str, Any]
 
     @classmethod
@@ -63,7 +65,14 @@ class Saved:
                 f"reads {SCHEMA}; use the version that wrote it"
             )
         progress = Progress(**raw["progress"])
-        return cls(folder, raw["contract"], raw["config"], progress, raw["scaler"])
+        return cls(
+            folder,
+            raw["contract"],
+            raw["config"],
+            progress,
+            raw["device"],
+            raw["scaler"],
+        )
 
     def weights(self) -> dict[str, Tensor]:
         """The drafter's, in float32, by published name."""
@@ -138,6 +147,7 @@ class Store:
             "contract": asdict(contract),
             "config": config,
             "progress": asdict(progress),
+            "device": _device_name(drafter),
             "scaler": scaler.state_dict(),
             "optimizer": numbers,
         }
@@ -190,6 +200,11 @@ def _optimizer_state(
             kind = tensors if isinstance(value, Tensor) else numbers
             kind[f"{index}.{part}"] = value
     return tensors, numbers
+
+
+def _device_name(drafter: torch.nn.Module) -> str:
+    device = next(drafter.parameters()).device
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _generators() -> dict[str, Tensor]:

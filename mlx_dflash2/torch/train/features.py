@@ -2,12 +2,19 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..target import Target
 from .batch import Batch
+from .precision import check_taps
+
+LOOKED_AT = 8  # rows whose taps are checked before a run
+
+if TYPE_CHECKING:
+    from mlx_dflash2.data.rows import Row
 
 
 @dataclass(frozen=True)
@@ -53,3 +60,16 @@ def document_mask(document: Tensor) -> Tensor:
     """
     same = document[:, :, None] == document[:, None, :]
     return same.tril()
+
+
+def largest_tap(target: Target, taps: Sequence[int], rows: Sequence["Row"]) -> float:
+    """The largest value in the taps of the first rows.
+
+    Raises:
+        DFlash2Error: One is not finite in the target's dtype.
+    """
+    found = []
+    for index in range(min(LOOKED_AT, len(rows))):
+        batch = Batch.of([rows[index]], target.device)
+        found.append(check_taps(capture(target, batch, taps).features[0], taps))
+    return max(found)

@@ -58,6 +58,16 @@ class Run:
                 if stops:
                     break
 
+    def summary(self) -> str:
+        """How far it came, in one line."""
+        progress, steps = self.progress, self.setup.config.steps
+        best = f", best acceptance length {progress.best:.3f}" if progress.best else ""
+        skipped = f", {progress.skipped} skipped" if progress.skipped else ""
+        return (
+            f"step {progress.step} of {steps}{skipped}, {progress.blocks} blocks, "
+            f"{progress.seconds:.0f} s{best}"
+        )
+
     def _step(self, parts: list[tuple[Batch, Blocks]]) -> StepReport:
         before = self.progress
         taken = before.step - before.skipped
@@ -94,6 +104,7 @@ class Run:
                 best=found if better else best,
                 evaluation=evaluation | {"step": step},
             )
+            self._say(f"step {step}: held-out acceptance length {found:.3f}")
         if log is not None:
             line = self._line(report)
             if evaluation is not None:
@@ -102,6 +113,10 @@ class Run:
             log.flush()
         if stops or ends or better or step % config.checkpoints.every == 0:
             self._save(better)
+
+    def _say(self, text: str) -> None:
+        if self.setup.world.leads:
+            click.echo(text, err=True)
 
     def _line(self, report: StepReport) -> dict[str, Any]:
         objective = self.setup.config.objective_at(self.progress.step - 1)
@@ -155,7 +170,7 @@ class Run:
     @contextmanager
     def _bar(self) -> Iterator[Callable[[StepReport], None]]:
         """A progress bar on stderr, where that is a terminal."""
-        if not self.setup.world.leads:
+        if not (self.setup.world.leads and sys.stderr.isatty()):
             yield lambda report: None
             return
         with click.progressbar(

@@ -1,6 +1,7 @@
 """The number format of a run: what the device is good at, and fp16's loss scale."""
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -71,7 +72,7 @@ class Precision:
         return scale
 
 
-def check_taps(features: torch.Tensor, taps: tuple[int, ...]) -> float:
+def check_taps(features: torch.Tensor, taps: Sequence[int]) -> float:
     """The largest value of any tap.
 
     Args:

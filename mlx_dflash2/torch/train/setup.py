@@ -73,24 +73,23 @@ def make_setup(
         DFlash2Error: Something is missing, or does not fit the rest.
     """
     config.need("target", "data", "out")
-    if config.threads:
-        torch.set_num_threads(config.threads)
     source = find_target(config)
     raw = read_json(source.folder / "config.json")
     drafter = drafter or new_drafter(inherited(config.drafter, parent), raw)
     geometry = read_geometry(drafter)
     config.objective.check(geometry)
-    rows, held_out, anneal = read_rows(config, source)
+    rows = read_rows(Path(config.data) / TRAIN, source)
+    anneal = None
+    if config.anneal_data:
+        anneal = read_rows(Path(config.anneal_data) / TRAIN, source)
+    held_out = choose_held_out(config, source)
     if len(held_out) < world.size:
         raise DFlash2Error(
             f"{config.data}: {len(held_out)} held-out rows are too few for "
             f"{world.size} processes; prepare the data with a larger --held-out"
         )
     precision = Precision.choose(config.precision, world.device)
-    logging.getLogger("transformers").setLevel(logging.ERROR)
-    target = load_target(
-        source.folder, dtype=precision.target_dtype, device=world.device
-    )
+    target = open_target(config, source, precision)
     check_fit(
         geometry,
         hidden_size=target.hidden_size,
@@ -134,30 +133,40 @@ def inherited(shape: Shape, parent: Parent | None) -> Shape:
     return shape
 
 
-def read_rows(
-    config: TrainConfig, source: Source
-) -> tuple[RowSet, list[Row], RowSet | None]:
-    """Rows to train on, held-out ones, and those for the end of a run.
+def open_target(config: TrainConfig, source: Source, precision: Precision) -> Target:
+    """The frozen target on its device."""
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    logging.getLogger("transformers").setLevel(logging.ERROR)
+    return load_target(
+        source.folder, dtype=precision.target_dtype, device=precision.device
+    )
+
+
+def read_rows(folder: Path, source: Source) -> RowSet:
+    """Rows that were prepared for this target.
 
     Raises:
-        DFlash2Error: They were prepared for another target.
+        DFlash2Error: They were prepared for another one.
     """
-    rows = RowSet(Path(config.data) / TRAIN)
-    held_out = RowSet(Path(config.data) / HELD_OUT)
-    anneal = RowSet(Path(config.anneal_data) / TRAIN) if config.anneal_data else None
-    facts = load_target_text(str(source.folder)).facts
-    for found in filter(None, (rows, anneal)):
-        known = found.manifest.get("target") or {}
-        for name in TEXT:
-            if known.get(name) != facts[name]:
-                raise DFlash2Error(
-                    f"{found.folder}: was prepared for {known.get('name')}, whose "
-                    f"{name} is {known.get(name)}, but that of {config.target} is "
-                    f"{facts[name]}; prepare the data with this target"
-                )
-    count = config.evaluation.rows or len(held_out)
-    chosen = sorted(held_out.order(seed=0, epoch=0)[:count].tolist())
-    return rows, [held_out[index] for index in chosen], anneal
+    found, facts = RowSet(folder), load_target_text(str(source.folder)).facts
+    known = found.manifest.get("target") or {}
+    for name in TEXT:
+        if known.get(name) != facts[name]:
+            raise DFlash2Error(
+                f"{folder}: was prepared for {known.get('name')}, whose {name} is "
+                f"{known.get(name)}, but that of {source.name} is {facts[name]}; "
+                "prepare the data with this target"
+            )
+    return found
+
+
+def choose_held_out(config: TrainConfig, source: Source) -> list[Row]:
+    """The held-out rows to evaluate on: always the same, from everywhere."""
+    rows = read_rows(Path(config.data) / HELD_OUT, source)
+    count = config.evaluation.rows or len(rows)
+    chosen = sorted(rows.order(seed=0, epoch=0)[:count].tolist())
+    return [rows[index] for index in chosen]
 
 
 def _sets(rows: RowSet, anneal: RowSet | None) -> list[tuple[str, RowSet]]:

@@ -9,11 +9,10 @@ import click
 from mlx_dflash2.errors import DFlash2Error
 
 from ..drafter import Drafter
-from .batch import Batch
 from .checkpoints import Saved, Store
 from .config import TrainConfig
 from .contract import Contract, Progress
-from .features import capture
+from .features import largest_tap
 from .feed import frequent_tokens
 from .geometry import read_geometry
 from .init import make_drafter
@@ -22,13 +21,11 @@ from .learner import BatchLoss, Learner
 from .loop import Run
 from .metrics import Evaluator
 from .optim import make_optimizer
-from .precision import check_taps
 from .setup import Setup, make_setup
 from .warm_start import Parent, warm_start
 from .world import World
 
 CHECKPOINTS, TERMS = "checkpoints", "SOURCE_TERMS.md"
-LOOKED_AT = 8  # rows whose taps are checked before the first step
 
 
 def train(config: TrainConfig, *, resume: bool = False) -> int:
@@ -46,6 +43,8 @@ def train(config: TrainConfig, *, resume: bool = False) -> int:
         run = _resumed(config, world) if resume else _new(config, world)
         with Interruption() as interruption:
             run.go(interruption)
+        if world.leads:
+            click.echo(run.summary(), err=True)
         return 128 + interruption.number if interruption.number else 0
     finally:
         world.leave()
@@ -113,7 +112,9 @@ def _assembled(
     drafter = drafter.to(world.device).train()
     count = config.batch.head_tokens
     head = frequent_tokens(setup.rows, count).to(world.device) if count else None
-    scale = setup.precision.tap_scale(largest_tap(setup))
+    scale = setup.precision.tap_scale(
+        largest_tap(setup.target, setup.geometry.target_layer_ids, setup.rows)
+    )
     loss = BatchLoss(
         drafter,
         setup.target,
@@ -135,20 +136,6 @@ def _assembled(
     store = Store(Path(config.out) / CHECKPOINTS, config.checkpoints.keep)
     learner = Learner(loss, optimizer, config, world)
     return Run(setup, contract, learner, evaluator, store, progress)
-
-
-def largest_tap(setup: Setup) -> float:
-    """The largest value in the taps of the first rows.
-
-    Raises:
-        DFlash2Error: One is not finite.
-    """
-    taps = setup.geometry.target_layer_ids
-    found = []
-    for index in range(min(LOOKED_AT, len(setup.rows))):
-        batch = Batch.of([setup.rows[index]], setup.world.device)
-        found.append(check_taps(capture(setup.target, batch, taps).features[0], taps))
-    return max(found)
 
 
 def find_saved(run: Path, which: str = "latest") -> Saved:

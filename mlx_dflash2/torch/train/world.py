@@ -29,18 +29,9 @@ class World:
         """Find the device, and the peers if torchrun started this process.
 
         Args:
-            asked: "auto" takes a GPU if there is one, each process its own.
+            asked: As `find_device` takes it; of GPUs each process has its own.
         """
-        if asked == "auto":
-            asked = "cuda" if torch.cuda.is_available() else "cpu"
-        try:
-            device = torch.device(asked)
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise DFlash2Error(
-                f"device is {asked!r}, which cannot be used "
-                f"({str(error).splitlines()[0]}); expected auto, cpu or cuda"
-            ) from None
+        device = find_device(asked)
         size = int(os.environ.get("WORLD_SIZE", "1"))
         if size == 1:
             return cls(device)
@@ -74,3 +65,22 @@ class World:
     def leave(self) -> None:
         if self.size > 1:
             distributed.destroy_process_group()
+
+
+def find_device(asked: str) -> torch.device:
+    """The device of this name; "auto" takes a GPU if there is one.
+
+    Raises:
+        DFlash2Error: It cannot be used.
+    """
+    if asked == "auto":
+        asked = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(asked)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise DFlash2Error(
+            f"device is {asked!r}, which cannot be used "
+            f"({str(error).splitlines()[0]}); expected auto, cpu or cuda"
+        ) from None
+    return device
