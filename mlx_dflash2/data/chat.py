@@ -9,6 +9,10 @@ MARK = "QUESTION-STANDS-HERE"
 Messages = list[dict[str, Any]]
 
 
+class Refused(Exception):
+    """The chat template takes no such messages."""
+
+
 @dataclass(frozen=True)
 class Chat:
     """A target's conversations as token ids.
@@ -22,7 +26,11 @@ class Chat:
     enable_thinking: bool | None = None
 
     def before_answer(self, messages: Messages, tools: list | None = None) -> list[int]:
-        """What the target reads before it answers `messages`."""
+        """What the target reads before it answers `messages`.
+
+        Raises:
+            Refused: The template does not take them.
+        """
         return self._encode(self._render(messages, tools, ask=True))
 
     def before_question(self, messages: Messages, opener: str) -> list[int]:
@@ -30,6 +38,9 @@ class Chat:
 
         Args:
             opener: How that message begins.
+
+        Raises:
+            Refused: The template does not take them.
         """
         asked = [*messages, {"role": "user", "content": MARK}]
         before, _, _ = self._render(asked, None, ask=False).rpartition(MARK)
@@ -51,6 +62,9 @@ class Chat:
     def _render(self, messages: Messages, tools: list | None, *, ask: bool) -> str:
         thinking = self.enable_thinking
         mode = {} if thinking is None else {"enable_thinking": thinking}
-        return self.target.tokenizer.apply_chat_template(
-            messages, tools=tools, tokenize=False, add_generation_prompt=ask, **mode
-        )
+        try:
+            return self.target.tokenizer.apply_chat_template(
+                messages, tools=tools, tokenize=False, add_generation_prompt=ask, **mode
+            )
+        except Exception as error:  # a template may raise anything
+            raise Refused from error

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .chat import Chat, Messages
+from .chat import Chat, Messages, Refused
 from .target_text import TargetText
 from .writer import Sampling, Writer, Written, loops
 
 BROKEN = "\ufffd"  # stands for bytes that are no whole character
-TOO_LONG = "prompt"  # the finish reason where a prompt left no room to write
+UNREADABLE = "prompt"  # the finish reason after a prompt too long, or refused
 TO_ASK = Sampling(1.0, 0.95)  # questions should differ
 
 
@@ -97,7 +97,7 @@ class Dialogue:
         was cut off is kept and ends its draft.
 
         Args:
-            turn: Names the draw among those of the run.
+            turn: A name that no other turn of the run has; decides what is drawn.
 
         Returns:
             How many answers were left out, by reason.
@@ -106,14 +106,12 @@ class Dialogue:
         open_ones = [draft for draft in drafts if draft.open]
         for sampling in sorted({draft.sampling for draft in open_ones}, key=repr):
             group = [draft for draft in open_ones if draft.sampling == sampling]
-            prompts = [self.chat.before_answer(d.messages, d.tools) for d in group]
-            written = self._write(
-                group, prompts, self.max_tokens, sampling, f"{turn} answer"
-            )
+            prompts = [self._before_answer(draft) for draft in group]
+            written = self._write(prompts, self.max_tokens, sampling, f"{turn} answer")
             for draft, answer in zip(group, written, strict=True):
                 flaw = self._flaw(answer)
                 if flaw:
-                    dropped[f"{flaw} answer"] += 1
+                    dropped[f"answer {flaw}"] += 1
                     draft.end()
                 else:
                     draft.add_answer(self.chat.text(answer.tokens), answer)
@@ -128,7 +126,7 @@ class Dialogue:
 
         Args:
             openers: How each draft's question begins.
-            turn: Names the draw among those of the run.
+            turn: A name that no other turn of the run has; decides what is drawn.
 
         Returns:
             How many questions were left out, by reason.
@@ -138,42 +136,44 @@ class Dialogue:
         pairs = [(draft, opener) for draft, opener in pairs if draft.open]
         prompts = [self.chat.before_question(d.messages, opener) for d, opener in pairs]
         written = self._write(
-            [draft for draft, _ in pairs],
-            prompts,
-            self.max_question_tokens,
-            TO_ASK,
-            f"{turn} question",
+            prompts, self.max_question_tokens, TO_ASK, f"{turn} question"
         )
         for (draft, opener), rest in zip(pairs, written, strict=True):
             flaw = self._flaw(rest)
-            if rest.finish_reason != "stop":
+            if rest.finish_reason == "length":
                 flaw = flaw or "unfinished"
             if flaw:
-                dropped[f"{flaw} question"] += 1
+                dropped[f"question {flaw}"] += 1
                 draft.end()
             else:
                 question = (opener + self.chat.text(rest.tokens)).strip()
                 draft.messages.append({"role": "user", "content": question})
         return dropped
 
+    def _before_answer(self, draft: Draft) -> list[int]:
+        """The prompt of a draft's next answer; none where the template refuses it."""
+        try:
+            return self.chat.before_answer(draft.messages, draft.tools)
+        except Refused:
+            return []
+
     def _write(
         self,
-        drafts: Sequence[Draft],
         prompts: Sequence[list[int]],
         max_tokens: int,
         sampling: Sampling,
         draw: str,
     ) -> list[Written]:
-        """What the target writes after each prompt; nothing after one too long."""
-        fitting = [n for n, p in enumerate(prompts) if len(p) <= self.max_prompt_tokens]
-        done = [Written([], TOO_LONG)] * len(prompts)
-        if not fitting:
-            return done
+        """What the target writes after each prompt that it can read."""
+        done = [Written([], UNREADABLE)] * len(prompts)
+        fitting = [
+            n for n, p in enumerate(prompts) if 0 < len(p) <= self.max_prompt_tokens
+        ]
         written = self.writer.write(
             [prompts[n] for n in fitting],
             max_tokens=max_tokens,
             sampling=sampling,
-            seed=number_of(self.seed, draw, drafts[0].number, sampling),
+            seed=number_of(self.seed, draw, sampling),
         )
         for n, text in zip(fitting, written, strict=True):
             done[n] = text
@@ -181,8 +181,8 @@ class Dialogue:
 
     def _flaw(self, written: Written) -> str:
         """Why something cannot be kept; "" when it can."""
-        if written.finish_reason == TOO_LONG:
-            return "too deep"
+        if written.finish_reason == UNREADABLE:
+            return "to an unreadable prompt"
         text = self.chat.text(written.tokens)
         if not text.strip():
             return "empty"

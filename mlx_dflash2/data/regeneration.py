@@ -6,6 +6,7 @@ a call of a tool cannot be had, so a conversation ends before its first call.
 
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mlx_dflash2.conversations import Conversation
@@ -45,13 +46,13 @@ class Regeneration:
                     draft.open = False
                 elif draft.open:
                     draft.messages.extend(asked[turn])
-            dropped += self.dialogue.answer(drafts, f"turn {turn}")
+            dropped += self.dialogue.answer(drafts, f"{number} turn {turn}")
         lines = [
             self._line(draft, conversation)
             for draft, conversation in zip(drafts, given, strict=True)
             if draft.answered
         ]
-        dropped["nothing to answer"] += sum(not asked for asked in questions)
+        dropped["no question"] += sum(not asked for asked in questions)
         return lines, +dropped
 
     def exhausted(self, number: int) -> bool:
@@ -60,7 +61,8 @@ class Regeneration:
 
     def _line(self, draft: Draft, conversation: Conversation) -> dict[str, Any]:
         tools = {"tools": conversation.tools} if conversation.tools else {}
-        provenance = {"from": conversation.where, **self.dialogue.provenance(draft)}
+        where = f"{Path(conversation.source).name}: line {conversation.line}"
+        provenance = {"from": where, **self.dialogue.provenance(draft)}
         return {
             "messages": draft.messages,
             **tools,

@@ -47,12 +47,12 @@ class SelfPrompting:
             for n in range(number * self.size, (number + 1) * self.size)
         ]
         openers = [self._opener(draft.number) for draft in drafts]
-        dropped = self.dialogue.ask(drafts, openers, "first")
+        dropped = self.dialogue.ask(drafts, openers, f"{number} first")
         dropped += _end_repeated(drafts, before)
-        dropped += self.dialogue.answer(drafts, "first")
+        dropped += self.dialogue.answer(drafts, f"{number} first")
         more = [draft for draft in drafts if self._goes_on(draft)]
-        dropped += self.dialogue.ask(more, [""] * len(more), "second")
-        dropped += self.dialogue.answer(more, "second")
+        dropped += self.dialogue.ask(more, [""] * len(more), f"{number} second")
+        dropped += self.dialogue.answer(more, f"{number} second")
         lines = [
             {
                 "messages": draft.messages,
@@ -89,7 +89,7 @@ def _end_repeated(drafts: list[Draft], before: list[dict[str, Any]]) -> Counter[
         if draft.open:
             key = _question_key(draft.messages)
             if key in known:
-                dropped["repeated question"] += 1
+                dropped["question repeated"] += 1
                 draft.end()
             known.add(key)
     return dropped

@@ -15,6 +15,7 @@ import click
 
 from mlx_dflash2.cli import Group
 from mlx_dflash2.conversations import read_conversations
+from mlx_dflash2.errors import DFlash2Error
 
 from .chat import Chat
 from .dialogue import Dialogue, target_name
@@ -24,6 +25,8 @@ from .self_prompting import OPENERS, SelfPrompting, read_openers
 from .sources import file_sha256
 from .target_text import TargetText, load_target_text
 from .writer import Sampling, Writer, Written
+
+IDLE = 20  # rounds without a conversation after which there is no hope
 
 
 @dataclass(frozen=True)
@@ -95,11 +98,19 @@ def write(options: WritingOptions, say: Callable[[str], None]) -> None:
     journal = Journal(options.out, options.settings(target))
     plan = _plan(options, target)
     writer = plan.dialogue.writer
+    idle = 0
     while len(journal.lines) < options.conversations:
         if plan.exhausted(journal.rounds):
             break
         started, tokens = time.monotonic(), writer.tokens
-        journal.append(*plan.round(journal.rounds, journal.lines))
+        lines, dropped = plan.round(journal.rounds, journal.lines)
+        journal.append(lines, dropped)
+        idle = 0 if lines else idle + 1
+        if idle == IDLE:
+            raise DFlash2Error(
+                f"{options.out}: the last {IDLE} rounds gave no conversation; left "
+                f"out: {_counted(journal.dropped)}; use other openers or another target"
+            )
         speed = (writer.tokens - tokens) / (time.monotonic() - started)
         say(
             f"round {journal.rounds}: {len(journal.lines)} conversations, "
