@@ -176,39 +176,6 @@ def run(**options) -> None:
 @click.option("--precision", help="auto, fp32, fp16 or bf16.")
 @click.option("--device", help="auto, cpu or cuda.")
 @click.option("--threads", type=int, help="Of the CPU.")
-@click.option(
-    "--regenerate", is_flag=True, help="Let the target answer all questions anew."
-)
-@click.option(
-    "--self-prompt",
-    type=click.IntRange(0),
-    default=0,
-    help="Let the target write so many conversations, questions too.",
-)
-@click.option(
-    "--greedy-share",
-    type=click.FloatRange(0, 1),
-    default=0.5,
-    show_default=True,
-    help="Of the conversations the target writes; the others are sampled.",
-)
-@click.option(
-    "--temp", type=ABOVE_ZERO, default=0.8, show_default=True, help="Of sampling."
-)
-@click.option(
-    "--max-tokens",
-    type=click.IntRange(1),
-    default=512,
-    show_default=True,
-    help="Of an answer the target writes.",
-)
-@click.option(
-    "--backend",
-    type=click.Choice(["torch", "mlx"]),
-    default="torch",
-    show_default=True,
-    help="What the target writes with.",
-)
 @click.option("--offline", is_flag=True, default=None, help="Open no connection.")
 @click.option("--plot", type=click.Path(), help="Draw the curves of a run there.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")

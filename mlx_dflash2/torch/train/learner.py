@@ -107,7 +107,9 @@ class Learner:
         self.loss: nn.Module = loss
         if world.size > 1:
             # A stage may leave the selector out.
-            self.loss = DistributedDataParallel(loss, find_unused_parameters=True)
+            self.loss = DistributedDataParallel(
+                loss, find_unused_parameters=True, gradient_as_bucket_view=True
+            )
         self.drafter, self.precision = loss.drafter, loss.precision
         self.optimizer, self.config, self.world = optimizer, config, world
         self.scaler = self.precision.scaler()
