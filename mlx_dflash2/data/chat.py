@@ -1,6 +1,7 @@
 """Prompts in a target's chat template: for an answer, and for a question of its own."""
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from .target_text import TargetText
@@ -53,8 +54,16 @@ class Chat:
         )
 
     def is_marked(self, tokens: list[int]) -> bool:
-        """Whether the target wrote one of the template's own special tokens."""
-        return not {*self.target.tokenizer.all_special_ids}.isdisjoint(tokens)
+        """Whether the target wrote a token that frames messages."""
+        return not self._frame.isdisjoint(tokens)
+
+    @cached_property
+    def _frame(self) -> frozenset[int]:
+        """Special tokens around a message, and all that have a name of their own."""
+        tokenizer = self.target.tokenizer
+        special = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special}
+        framed = self.before_answer([{"role": "user", "content": MARK}])
+        return frozenset({*tokenizer.all_special_ids, *special.intersection(framed)})
 
     def _encode(self, text: str) -> list[int]:
         return self.target.tokenizer.encode(text, add_special_tokens=False)
