@@ -312,14 +312,18 @@ def test_a_file_holds_at_least_as_many_conversations_as_asked(options):
     assert all(json.loads(line)["messages"] for line in lines)
 
 
-@pytest.mark.parametrize("left", [0, 1, 0.3, 0.5, 0.7, 0.99, "line"])
-def test_a_run_that_was_cut_anywhere_ends_with_the_same_bytes(options, left):
+@pytest.mark.parametrize("share", [0, 0.01, 0.3, 0.5, 0.7, 0.99])
+def test_a_run_that_was_cut_anywhere_ends_with_the_same_bytes(options, share):
     whole = written(options())
-    size = left if left == 1 or not left else None
-    if size is None:
-        size = whole.index(b"\n", len(whole) // 2) + 1 if left == "line" else left
-    size = int(size * len(whole)) if size < 1 else size
-    options().out.write_bytes(whole[:size])
+    cut = int(share * len(whole))
+    assert not cut or whole[cut - 1 : cut] != b"\n"
+    options().out.write_bytes(whole[:cut])
+    assert written(options()) == whole
+
+
+def test_a_run_that_was_cut_behind_a_line_ends_with_the_same_bytes(options):
+    whole = written(options())
+    options().out.write_bytes(whole[: whole.index(b"\n", len(whole) // 2) + 1])
     assert written(options()) == whole
 
 
