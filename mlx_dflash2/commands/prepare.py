@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ..data.prepare import PrepareOptions, plan, prepare
+from ..data.rewriting import Rewriting
 
 
 def run_prepare(options: dict[str, Any]) -> int:
@@ -13,7 +14,15 @@ def run_prepare(options: dict[str, Any]) -> int:
     only_plan = options.pop("plan")
     options["out"] = Path(options["out"]).expanduser()
     options["data"] = tuple(Path(file).expanduser() for file in options["data"])
-    asked = PrepareOptions(**options)
+    rewriting = Rewriting(
+        options.pop("regenerate"),
+        options.pop("self_prompt"),
+        greedy=options.pop("greedy_share"),
+        temperature=options.pop("temp"),
+        max_tokens=options.pop("max_tokens"),
+        backend=options.pop("backend"),
+    )
+    asked = PrepareOptions(**options, rewriting=rewriting)
     if only_plan:
         click.echo("\n".join(plan(asked)))
         return 0

@@ -2,6 +2,7 @@
 
     OUT/prepare.json       the settings; a folder is continued with these only
     OUT/sources/           what was streamed from the Hub
+    OUT/written/           what the target wrote, if it was asked to
     OUT/units/             what each finished unit gave
     OUT/train/, held_out/  rows, as `rows.RowSet` reads them once all is done
     OUT/recipe.toml        the recipe with every revision fixed
@@ -24,12 +25,14 @@ from mlx_dflash2.errors import DFlash2Error
 
 from .formatting import ChatFormat
 from .recipes import Recipe, Take, read_recipe, write_recipe
+from .rewriting import Rewriting, rewritten
 from .rows import COUNTS, chunks, write_json, write_manifest
 from .sources import Source, file_sha256, hub_sources, local_source
 from .split import held_out_below
 from .target_text import load_target_text
 from .terms import SourceTerms, terms_text
 from .units import SIDES, TRAIN, RowFormat, Unit, write_unit
+from .writing import WritingOptions
 
 UNIT = 2000  # texts
 Item = Conversation | str
@@ -53,6 +56,7 @@ class PrepareOptions:
         last_turn_only: Learn the last answer of each conversation only.
         min_supervised: Documents with fewer tokens to learn are left out.
         limit: Read so many rows of each source at most.
+        rewriting: What the target shall write first.
     """
 
     model: str
@@ -69,6 +73,7 @@ class PrepareOptions:
     min_supervised: int = 8
     limit: int | None = None
     offline: bool = False
+    rewriting: Rewriting = Rewriting()
 
 
 @dataclass(frozen=True)
@@ -128,6 +133,8 @@ def prepare(options: PrepareOptions, say: Say) -> PrepareReport:
         )
         sources += fetched
         write_recipe(recipe.pinned(revisions), options.out / "recipe.toml")
+    if options.rewriting.asked:
+        sources = rewritten(sources, options.rewriting, target, _base(options), say)
     below = held_out_below(options.held_out, _items(sources))
     form = RowFormat(
         ChatFormat(target, options.enable_thinking, options.last_turn_only),
@@ -163,6 +170,7 @@ def plan(options: PrepareOptions) -> list[str]:
             f"{take.count} rows after {take.first} ({take.dataset.licence})"
             for take in takes
         ),
+        *options.rewriting.lines(),
         f"rows: up to {options.row_length} tokens, {filling}{most}",
         f"held out: {options.held_out:g} of the prompts"
         if options.held_out < 1
@@ -173,10 +181,11 @@ def plan(options: PrepareOptions) -> list[str]:
 
 def _recipe(options: PrepareOptions) -> tuple[Recipe | None, list[Take]]:
     if options.recipe is None:
-        if not options.data:
+        if not options.data and not options.rewriting.self_prompt:
             raise DFlash2Error(
-                "there is nothing to prepare; name conversations with --data, or a "
-                "mixture of data sets with --recipe"
+                "there is nothing to prepare; name conversations with --data, a "
+                "mixture of data sets with --recipe, or let the target write all of "
+                "it with --self-prompt"
             )
         return None, []
     recipe = read_recipe(options.recipe)
@@ -203,7 +212,20 @@ def _settings(
         "held_out": float(options.held_out),
         "min_supervised": options.min_supervised,
         "limit": options.limit,
+        "rewriting": asdict(options.rewriting),
     }
+
+
+def _base(options: PrepareOptions) -> WritingOptions:
+    """Who writes where; the rest is up to `rewritten`."""
+    return WritingOptions(
+        options.model,
+        options.out / "written",
+        conversations=0,
+        enable_thinking=options.enable_thinking,
+        revision=options.revision,
+        offline=options.offline,
+    )
 
 
 def _claim(folder: Path, settings: dict[str, Any]) -> None:

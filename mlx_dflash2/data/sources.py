@@ -60,9 +60,6 @@ def local_source(path: Path, limit: int | None) -> Source:
     terms = SourceTerms(
         path.name,
         f"sha256 {file_sha256(path)}",
-        licence=None,
-        card_licence=None,
-        card_sha256=None,
         obligations="a local file: see where it comes from",
         effect="not known here",
     )
@@ -88,11 +85,11 @@ def hub_sources(
         terms = SourceTerms(
             dataset.repo,
             download.revision,
+            dataset.obligations,
+            dataset.effect,
             dataset.licence,
             download.card_licence,
             download.card_sha256,
-            dataset.obligations,
-            dataset.effect,
         )
         read = sum(part.read for part in parts)
         kept = sum(part.kept for part in parts)

@@ -24,6 +24,8 @@ class SourceTerms:
     Attributes:
         name: A repository, or the name of a file.
         revision: A commit, or a file's sha256.
+        obligations: What its licence asks for.
+        effect: On the licence of weights trained on it.
         licence: As it is known to us; None if it is not.
         card_licence: As the Hub's card states it at that revision; None without one.
         card_sha256: Of the card's text.
@@ -31,11 +33,11 @@ class SourceTerms:
 
     name: str
     revision: str
-    licence: str | None
-    card_licence: str | None
-    card_sha256: str | None
     obligations: str
     effect: str
+    licence: str | None = None
+    card_licence: str | None = None
+    card_sha256: str | None = None
 
     def warnings(self) -> list[str]:
         """What the user should know before publishing weights."""
