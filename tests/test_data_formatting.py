@@ -7,6 +7,7 @@ import pytest
 from text_targets import DROPS_THOUGHTS, KEEPS_THOUGHTS, write_text_target
 
 from mlx_dflash2.conversations import conversation_from
+from mlx_dflash2.data.chat import Chat
 from mlx_dflash2.data.formatting import ChatFormat
 from mlx_dflash2.data.target_text import load_target_text
 from mlx_dflash2.errors import DFlash2Error
@@ -78,7 +79,7 @@ def test_the_answers_and_their_ends_are_learnt_and_nothing_else(
     targets, name, mode, contents
 ):
     target, chat = targets[name], conversation(*contents)
-    formatted = ChatFormat(target, mode).format(chat)
+    formatted = ChatFormat(Chat(target, mode)).format(chat)
     found = [text for d in formatted.documents for text in learnt(target, d)]
     answers = [m["content"] for m in chat.messages if m["role"] == "assistant"]
     assert found == [answer + END for answer in answers]
@@ -91,7 +92,7 @@ def test_the_answers_and_their_ends_are_learnt_and_nothing_else(
 @pytest.mark.parametrize("contents", CHATS)
 def test_rows_are_what_the_chat_template_gives(targets, name, mode, contents):
     target, chat = targets[name], conversation(*contents)
-    (document,) = ChatFormat(target, mode).format(chat).documents
+    (document,) = ChatFormat(Chat(target, mode)).format(chat).documents
     options = {} if mode is None else {"enable_thinking": mode}
     text = rendered(target, chat.messages, **options)
     whole = target.tokenizer.encode(text, add_special_tokens=False)
@@ -115,7 +116,7 @@ def test_every_answer_follows_the_prompt_it_is_served_with(targets, name, mode):
         )
         for turn in (1, 3)
     ]
-    documents = ChatFormat(target, mode).format(chat).documents
+    documents = ChatFormat(Chat(target, mode)).format(chat).documents
     starts = [
         (document.tokens[:start].tolist(), document)
         for document in documents
@@ -127,7 +128,7 @@ def test_every_answer_follows_the_prompt_it_is_served_with(targets, name, mode):
 def test_answers_share_a_document_only_where_the_template_keeps_them_alike(targets):
     chat = conversation("a", "one", "b", "two", "c", "three")
     counts = {
-        (name, mode): len(ChatFormat(targets[name], mode).format(chat).documents)
+        (name, mode): len(ChatFormat(Chat(targets[name], mode)).format(chat).documents)
         for name in ("chatml", "keeps", "drops")
         for mode in (None, False)
     }
@@ -153,7 +154,7 @@ def test_thinking_off_takes_reasoning_away(targets, name):
         "Yes.",
     )
     plain = conversation("2+2?", "4", "Sure?", "Yes.")
-    chat = ChatFormat(targets[name], False)
+    chat = ChatFormat(Chat(targets[name], False))
     expected = [d.tokens.tolist() for d in chat.format(plain).documents]
     for other in (thoughtful, apart):
         found = [d.tokens.tolist() for d in chat.format(other).documents]
@@ -163,7 +164,7 @@ def test_thinking_off_takes_reasoning_away(targets, name):
 @pytest.mark.parametrize("name", ["chatml", "keeps", "drops"])
 def test_thinking_on_learns_thoughts_and_leaves_out_answers_without(targets, name):
     chat = conversation("2+2?", "<think>\nTwo.\n</think>\n\n4", "Sure?", "Yes.")
-    formatted = ChatFormat(targets[name], True).format(chat)
+    formatted = ChatFormat(Chat(targets[name], True)).format(chat)
     (document,) = formatted.documents
     (found,) = learnt(targets[name], document)
     before = targets[name].tokenizer.decode(document.tokens[~document.supervised])
@@ -174,7 +175,7 @@ def test_thinking_on_learns_thoughts_and_leaves_out_answers_without(targets, nam
 
 def test_unfinished_and_empty_answers_are_left_out(targets):
     chat = conversation("a", "<think>\nNow, let", "b", "  ", "c", "three")
-    formatted = ChatFormat(targets["keeps"], False).format(chat)
+    formatted = ChatFormat(Chat(targets["keeps"], False)).format(chat)
     assert formatted.dropped == {"unfinished reasoning": 1, "empty answer": 1}
     assert len(formatted.documents) == 1
     assert learnt(targets["keeps"], formatted.documents[0]) == [f"three{END}"]
@@ -189,7 +190,7 @@ def test_tool_calls_are_learnt_and_results_are_not(targets):
         {"role": "assistant", "content": "It is x1."},
         tools=TOOLS,
     )
-    (document,) = ChatFormat(targets["keeps"], False).format(chat).documents
+    (document,) = ChatFormat(Chat(targets["keeps"], False)).format(chat).documents
     called = '<function name="add"><param name="a">1</param><param name="b">x</param>'
     assert learnt(targets["keeps"], document) == [
         f"{called}</function>{END}",
@@ -200,7 +201,7 @@ def test_tool_calls_are_learnt_and_results_are_not(targets):
 
 def test_only_the_last_answer_is_learnt_when_asked(targets):
     chat = conversation("a", "one", "b", "two")
-    last = ChatFormat(targets["keeps"], False, last_turn_only=True).format(chat)
+    last = ChatFormat(Chat(targets["keeps"], False), last_turn_only=True).format(chat)
     (document,) = last.documents
     assert learnt(targets["keeps"], document) == [f"two{END}"]
 
@@ -211,14 +212,16 @@ def test_what_follows_the_last_answer_or_precedes_a_question_is_not_learnt(targe
         *conversation("a", "one", "b").messages,
     ]
     chat = conversation_from({"messages": messages}, source="f", line=1)
-    (document,) = ChatFormat(targets["keeps"], False).format(chat).documents
+    (document,) = ChatFormat(Chat(targets["keeps"], False)).format(chat).documents
     assert learnt(targets["keeps"], document) == [f"one{END}"]
     assert targets["keeps"].tokenizer.decode(document.tokens).endswith(f"one{END}")
 
 
 def test_a_cut_document_loses_the_end_of_its_turn(targets):
     target = targets["chatml"]
-    (document,) = ChatFormat(target).format(conversation("a", "one two")).documents
+    (document,) = (
+        ChatFormat(Chat(target)).format(conversation("a", "one two")).documents
+    )
     cut = document.cut(len(document.tokens) - 2)
     assert learnt(target, cut) == ["one tw"] or learnt(target, cut) == ["one t"]
     assert END not in learnt(target, cut)[0]
@@ -227,30 +230,30 @@ def test_a_cut_document_loses_the_end_of_its_turn(targets):
 def test_an_answer_the_target_was_stopped_in_has_no_end_to_learn(targets):
     stopped = {"finish_reason": "length"}
     chat = conversation("a", "one", "b", "two and", provenance=stopped)
-    (document,) = ChatFormat(targets["chatml"]).format(chat).documents
+    (document,) = ChatFormat(Chat(targets["chatml"])).format(chat).documents
     assert learnt(targets["chatml"], document) == [f"one{END}", "two and"]
     whole = conversation("a", "one", provenance={"finish_reason": "stop"})
-    (document,) = ChatFormat(targets["chatml"]).format(whole).documents
+    (document,) = ChatFormat(Chat(targets["chatml"])).format(whole).documents
     assert learnt(targets["chatml"], document) == [f"one{END}"]
 
 
 def test_a_conversation_the_template_refuses_is_left_out_with_its_reason(targets):
     chat = conversation({"role": "system", "content": "s"}, *CHATS[3][1:])
-    formatted = ChatFormat(targets["refuses"]).format(chat)
+    formatted = ChatFormat(Chat(targets["refuses"])).format(chat)
     assert formatted.documents == []
     reason = "the chat template refuses: no system messages"
     assert formatted.dropped == {reason: 1}
 
 
 def test_plain_text_is_learnt_but_for_its_first_token(targets):
-    document = ChatFormat(targets["chatml"]).text("Some text.")
+    document = ChatFormat(Chat(targets["chatml"])).text("Some text.")
     assert targets["chatml"].tokenizer.decode(document.tokens) == "Some text."
     assert document.supervised.tolist() == [False] + [True] * (len(document.tokens) - 1)
 
 
 def test_a_template_that_ends_answers_with_no_end_token_is_refused(tmp_path):
     folder = write_text_target(tmp_path / "target", ends=(1,))
-    chat = ChatFormat(load_target_text(str(folder)))
+    chat = ChatFormat(Chat(load_target_text(str(folder))))
     with pytest.raises(DFlash2Error, match="f: line 1: .* none of its end tokens"):
         chat.format(conversation("a", "one"))
 

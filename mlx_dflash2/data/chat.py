@@ -32,7 +32,7 @@ class Chat:
         Raises:
             Refused: The template does not take them.
         """
-        return self._encode(self._render(messages, tools, ask=True))
+        return self.encode(self.render(messages, tools, ask=True))
 
     def before_question(self, messages: Messages, opener: str) -> list[int]:
         """What it reads before it writes the next message of the user.
@@ -44,8 +44,8 @@ class Chat:
             Refused: The template does not take them.
         """
         asked = [*messages, {"role": "user", "content": MARK}]
-        before, _, _ = self._render(asked, None, ask=False).rpartition(MARK)
-        return self._encode(before + opener)
+        before, _, _ = self.render(asked, None, ask=False).rpartition(MARK)
+        return self.encode(before + opener)
 
     def text(self, tokens: list[int]) -> str:
         """What tokens say, special ones included."""
@@ -65,10 +65,19 @@ class Chat:
         framed = self.before_answer([{"role": "user", "content": MARK}])
         return frozenset({*tokenizer.all_special_ids, *special.intersection(framed)})
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """The ids of a rendered text, which holds the bos text where it belongs."""
         return self.target.tokenizer.encode(text, add_special_tokens=False)
 
-    def _render(self, messages: Messages, tools: list | None, *, ask: bool) -> str:
+    def render(self, messages: Messages, tools: list | None, *, ask: bool) -> str:
+        """The text of messages.
+
+        Args:
+            ask: With the beginning of an answer behind them.
+
+        Raises:
+            Refused: The template does not take them.
+        """
         thinking = self.enable_thinking
         mode = {} if thinking is None else {"enable_thinking": thinking}
         try:
@@ -76,4 +85,5 @@ class Chat:
                 messages, tools=tools, tokenize=False, add_generation_prompt=ask, **mode
             )
         except Exception as error:  # a template may raise anything
-            raise Refused from error
+            reason = " ".join(str(error).split())[:100]
+            raise Refused(f"the chat template refuses: {reason}") from error

@@ -18,7 +18,7 @@ import numpy as np
 from mlx_dflash2.conversations import Conversation
 from mlx_dflash2.errors import DFlash2Error
 
-from .target_text import TargetText
+from .chat import Chat, Refused
 
 THOUGHT = re.compile(r"\A\s*(?:<think>)?(.*?)</think>\s*", re.DOTALL)
 OPENED = re.compile(r"<think>\s*(?:</think>\s*)?\Z")  # the end of a generation prompt
@@ -63,17 +63,14 @@ class _Unusable(Exception):
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """A target's chat template in one thinking mode.
+    """Writes conversations as documents.
 
     Attributes:
-        target: Whose template.
-        enable_thinking: The template's variable; None leaves it undefined, so that
-            the template decides, as in decoding.
+        chat: The target's chat template in one thinking mode.
         last_turn_only: Learn the last answer of a conversation only.
     """
 
-    target: TargetText
-    enable_thinking: bool | None = None
+    chat: Chat
     last_turn_only: bool = False
 
     def format(self, conversation: Conversation) -> Formatted:
@@ -91,14 +88,14 @@ class ChatFormat:
         for turn in self._turns(messages):
             try:
                 served.append(self._served(messages[: turn + 1], conversation))
-            except _Unusable as reason:
+            except (_Unusable, Refused) as reason:
                 formatted.dropped[str(reason)] += 1
         formatted.documents = _shared_documents(served)
         return formatted
 
     def text(self, text: str) -> Document:
         """A plain text, encoded as a prompt without a chat template is."""
-        tokens = np.array(self.target.tokenizer.encode(text), np.int32)
+        tokens = np.array(self.chat.target.tokenizer.encode(text), np.int32)
         return Document(tokens, np.arange(len(tokens)) > 0)
 
     def _turns(self, messages: list[dict[str, Any]]) -> list[int]:
@@ -110,7 +107,7 @@ class ChatFormat:
 
     def _in_mode(self, message: dict[str, Any]) -> dict[str, Any]:
         """A message without the reasoning that the mode does not have."""
-        if message["role"] != "assistant" or self.enable_thinking is not False:
+        if message["role"] != "assistant" or self.chat.enable_thinking is not False:
             return message
         kept = {k: v for k, v in message.items() if k != "reasoning_content"}
         return kept | {"content": THOUGHT.sub("", message["content"])}
@@ -120,18 +117,17 @@ class ChatFormat:
     ) -> _Served:
         """The last of the messages as the answer to those before it."""
         self._check_answer(messages[-1])
-        prompt = self._render(messages[:-1], conversation, ask=True)
-        answer = _answer_behind(prompt, self._render(messages, conversation, ask=False))
-        encode = self.target.tokenizer.encode
-        before = encode(prompt, add_special_tokens=False)
-        tokens = encode(prompt + answer, add_special_tokens=False)
+        chat, target, tools = self.chat, self.chat.target, conversation.tools
+        prompt = chat.render(messages[:-1], tools, ask=True)
+        answer = _answer_behind(prompt, chat.render(messages, tools, ask=False))
+        before, tokens = chat.encode(prompt), chat.encode(prompt + answer)
         if tokens[: len(before)] != before:  # a token spans both, unlike in decoding
-            tokens = before + encode(answer, add_special_tokens=False)
-        ends = np.flatnonzero(np.isin(tokens[len(before) :], list(self.target.ends)))
+            tokens = before + chat.encode(answer)
+        ends = np.flatnonzero(np.isin(tokens[len(before) :], list(target.ends)))
         if not len(ends):
             raise DFlash2Error(
                 f"{conversation.where}: the chat template of "
-                f"{self.target.facts['name']} ends the answer with {answer[-20:]!r}, "
+                f"{target.facts['name']} ends the answer with {answer[-20:]!r}, "
                 "which holds none of its end tokens; correct eos_token_id in its "
                 "generation_config.json"
             )
@@ -143,27 +139,10 @@ class ChatFormat:
         content = message["content"]
         if not (content.strip() or message.get("tool_calls")):
             raise _Unusable("empty answer")
-        if self.enable_thinking is False and "<think>" in content:
+        if self.chat.enable_thinking is False and "<think>" in content:
             raise _Unusable("unfinished reasoning")
-        if self.enable_thinking and not _reasoning(message).strip():
+        if self.chat.enable_thinking and not _reasoning(message).strip():
             raise _Unusable("no finished reasoning, but thinking is on")
-
-    def _render(
-        self, messages: list[dict[str, Any]], conversation: Conversation, *, ask: bool
-    ) -> str:
-        thinking = self.enable_thinking
-        mode = {} if thinking is None else {"enable_thinking": thinking}
-        try:
-            return self.target.tokenizer.apply_chat_template(
-                messages,
-                tools=conversation.tools,
-                tokenize=False,
-                add_generation_prompt=ask,
-                **mode,
-            )
-        except Exception as error:  # a template may raise anything
-            reason = " ".join(str(error).split())[:100]
-            raise _Unusable(f"the chat template refuses: {reason}") from error
 
 
 def _is_cut(conversation: Conversation) -> bool:

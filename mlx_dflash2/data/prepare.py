@@ -23,6 +23,7 @@ from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.conversations import Conversation
 from mlx_dflash2.errors import DFlash2Error
 
+from .chat import Chat
 from .formatting import ChatFormat
 from .recipes import Recipe, Take, read_recipe, write_recipe
 from .rewriting import Rewriting, rewritten
@@ -137,7 +138,7 @@ def prepare(options: PrepareOptions, say: Say) -> PrepareReport:
         sources = rewritten(sources, options.rewriting, target, _base(options), say)
     below = held_out_below(options.held_out, _items(sources))
     form = RowFormat(
-        ChatFormat(target, options.enable_thinking, options.last_turn_only),
+        ChatFormat(Chat(target, options.enable_thinking), options.last_turn_only),
         options.row_length,
         options.pack,
         options.min_supervised,

@@ -21,14 +21,14 @@ class RowFormat:
     """How texts become rows.
 
     Attributes:
-        chat: How conversations are written.
+        documents: How texts are written.
         row_length: Tokens a row may have.
         pack: Put several documents into a row.
         min_supervised: Documents with fewer tokens to learn are left out.
         held_out_below: Prompts with a key below this are held out.
     """
 
-    chat: ChatFormat
+    documents: ChatFormat
     row_length: int
     pack: bool
     min_supervised: int
@@ -90,9 +90,9 @@ def _documents(
 ) -> list[Document]:
     """The documents of one text that are worth training on."""
     if isinstance(item, str):
-        found = [form.chat.text(item)]
+        found = [form.documents.text(item)]
     else:
-        formatted = form.chat.format(item)
+        formatted = form.documents.format(item)
         found = formatted.documents
         dropped.update(formatted.dropped)
     found = [document.cut(form.row_length) for document in found]
