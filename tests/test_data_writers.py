@@ -66,6 +66,16 @@ def test_greedy_answers_are_those_of_plain_decoding(writer, pair, batch):
     ]
 
 
+def test_prompts_may_share_their_beginning_or_be_the_same(writer, pair):
+    made = pair("oracle")
+    first, second, third = some_prompts(made, 3)
+    prompts = [first, first + second, first + third[:1], first]
+    written = writer(made, 4).write(prompts, max_tokens=9, sampling=GREEDY, seed=0)
+    assert [text.tokens for text in written] == [
+        made.oracle.walk(prompt, 9) for prompt in prompts
+    ]
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_an_answer_has_at_most_max_tokens(writer, pair, count):
     made = pair("oracle")

@@ -1,6 +1,10 @@
-"""Writing with PyTorch: batches padded on the left, finished rows taken out."""
+"""Writing with PyTorch: batches padded on the left, finished rows taken out.
+
+What all prompts of a batch begin with, such as a system message, is read once.
+"""
 
 from collections.abc import Sequence
+from os.path import commonprefix
 
 import torch
 from torch import Tensor
@@ -73,11 +77,13 @@ class _Batch:
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.stopped: set[int] = set()
         self.held = list(range(len(prompts)))  # rows of the cache, by their number
-        width = max(map(len, prompts))
-        padded = [[0] * (width - len(p)) + p for p in prompts]
-        seen = [[0] * (width - len(p)) + [1] * len(p) for p in prompts]
+        shared = self._read_shared(prompts)
+        rest = [prompt[shared:] for prompt in prompts]
+        width = max(map(len, rest))
+        padded = [[0] * (width - len(p)) + p for p in rest]
+        seen = [[1] * shared + [0] * (width - len(p)) + [1] * len(p) for p in rest]
         self.mask = torch.tensor(seen, device=target.device)
-        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)
+        positions = (self.mask.cumsum(-1) - 1).clamp(min=0)[:, shared:]
         self.logits = self._forward(
             torch.tensor(padded, device=target.device), positions
         )
@@ -113,6 +119,15 @@ class _Batch:
             Written(tokens, "stop" if row in self.stopped else "length")
             for row, tokens in enumerate(self.tokens)
         ]
+
+    def _read_shared(self, prompts: list[list[int]]) -> int:
+        """Read what all prompts begin with once for all; how many tokens that is."""
+        shared = min(len(commonprefix(prompts)), min(map(len, prompts)) - 1)
+        if shared:
+            tokens = torch.tensor([prompts[0][:shared]], device=self.target.device)
+            self.target.forward(tokens, self.cache, logits_to_keep=1)
+            self.cache.batch_repeat_interleave(len(prompts))
+        return shared
 
     def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
         logits, _ = self.target.forward(
