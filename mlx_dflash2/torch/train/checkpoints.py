@@ -64,7 +64,9 @@ class Saved:
                 f"{folder / STATE}: schema is {raw.get('schema')!r}, this version "
                 f"reads {SCHEMA}; use the version that wrote it"
             )
-        progress = Progress(**raw["progress"])
+        progress = Progress(
+            **raw["progress"] | {"best": tuple(raw["progress"]["best"])}
+        )
         return cls(
             folder,
             raw["contract"],

@@ -23,7 +23,7 @@ class Progress:
         blocks, slots, tokens: Trained on so far: blocks, their labels, and the tokens
             of all rows.
         seconds: Of wall time, over all parts of the run.
-        best: The best evaluation, by acceptance length; None before the first.
+        best: The best evaluation: acceptance length, then loss; () before the first.
         evaluation: The last one.
     """
 
@@ -33,7 +33,7 @@ class Progress:
     slots: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    best: float | None = None
+    best: tuple[float, ...] = ()
     evaluation: dict[str, Any] = field(default_factory=dict)
 
     def after(self, **added: float) -> "Progress":

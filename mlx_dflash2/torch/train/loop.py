@@ -53,19 +53,20 @@ class Run:
                 self.progress = self.progress.after(seconds=now - last)
                 last = now
                 stops = self._agree(bool(over) or interruption.number is not None)
-                self._finish_step(report, log, stops)
-                show(report)
+                line = self._line(report)
+                self._finish_step(line, log, stops)
+                show(line["loss"])
                 if stops:
                     break
 
     def summary(self) -> str:
         """How far it came, in one line."""
         progress, steps = self.progress, self.setup.config.steps
-        best = f", best acceptance length {progress.best:.3f}" if progress.best else ""
+        best = progress.best and f", best acceptance length {progress.best[0]:.3f}"
         skipped = f", {progress.skipped} skipped" if progress.skipped else ""
         return (
             f"step {progress.step} of {steps}{skipped}, {progress.blocks} blocks, "
-            f"{progress.seconds:.0f} s{best}"
+            f"{progress.seconds:.0f} s{best or ''}"
         )
 
     def _step(self, parts: list[tuple[Batch, Blocks]]) -> StepReport:
@@ -89,26 +90,27 @@ class Run:
         )
         return report
 
-    def _finish_step(self, report: StepReport, log: TextIO | None, stops: bool) -> None:
+    def _finish_step(
+        self, line: dict[str, Any], log: TextIO | None, stops: bool
+    ) -> None:
         """Evaluate, log and save what is due."""
         config, step = self.setup.config, self.progress.step
         ends = step == config.steps
         every = 0 if stops else config.evaluation.every
-        evaluation, better = None, False
+        better = False
         if ends or (every and step % every == 0):
             evaluation = self.evaluator(self.setup.held_out)
-            found, best = evaluation["acceptance_length"], self.progress.best
-            better = best is None or found > best
+            found, loss = evaluation["acceptance_length"], evaluation["loss"]
+            best = self.progress.best
+            better = not best or (found, -loss) > (best[0], -best[1])
             self.progress = replace(
                 self.progress,
-                best=found if better else best,
+                best=(found, loss) if better else best,
                 evaluation=evaluation | {"step": step},
             )
+            line["evaluation"] = evaluation
             self._say(f"step {step}: held-out acceptance length {found:.3f}")
         if log is not None:
-            line = self._line(report)
-            if evaluation is not None:
-                line["evaluation"] = evaluation
             log.write(json.dumps(line) + "\n")
             log.flush()
         if stops or ends or better or step % config.checkpoints.every == 0:
@@ -168,10 +170,10 @@ class Run:
             yield log
 
     @contextmanager
-    def _bar(self) -> Iterator[Callable[[StepReport], None]]:
+    def _bar(self) -> Iterator[Callable[[float], None]]:
         """A progress bar on stderr, where that is a terminal."""
         if not (self.setup.world.leads and sys.stderr.isatty()):
-            yield lambda report: None
+            yield lambda loss: None
             return
         with click.progressbar(
             length=self.setup.config.steps,
@@ -180,10 +182,9 @@ class Run:
         ) as bar:
             bar.update(self.progress.step)
 
-            def show(report: StepReport) -> None:
-                loss = report.report.mean("ce")
-                best = self.progress.best
-                bar.label = f"loss {loss:.3f}" + (f", AL {best:.3f}" if best else "")
+            def show(loss: float) -> None:
+                best = self.progress.best and f", best {self.progress.best[0]:.3f}"
+                bar.label = f"loss {loss:.3f}{best or ''}"
                 bar.update(1)
 
             yield show
