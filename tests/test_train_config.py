@@ -14,8 +14,8 @@ from mlx_dflash2.torch.train.config import (  # noqa: E402
     EXAMPLE,
     TrainConfig,
     read_config,
-    read_flag,
 )
+from mlx_dflash2.torch.train.settings import read_flag  # noqa: E402
 
 
 def names_of(config) -> set[str]:

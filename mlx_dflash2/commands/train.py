@@ -21,7 +21,8 @@ CURVES = "curves.png"
 
 def run_train(options: dict[str, Any]) -> int:
     """Train, or say what would be done; the exit code."""
-    from ..torch.train.config import EXAMPLE, read_config, read_flag
+    from ..torch.train.config import EXAMPLE, read_config
+    from ..torch.train.settings import read_flag
 
     asked = {name: options.pop(name) for name in ("resume", "plan", "plot", "example")}
     if asked["example"]:

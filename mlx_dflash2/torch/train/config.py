@@ -3,19 +3,16 @@
 `example.toml` beside this file lists every key with its default and its meaning.
 """
 
-import json
-import math
-import tomllib
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import FAMILIES
 
 from .objective import Objective
+from .settings import at_least, build, flat, merged, one_of, read_table, wrong
 
 EXAMPLE = Path(__file__).with_name("example.toml")
 KINDS = tuple(family.kind for family in FAMILIES)
@@ -73,10 +70,10 @@ class Shape:
     final_norm: str = "target"
 
     def check(self) -> None:
-        _one_of("drafter.family", self.family, KINDS)
-        _one_of("drafter.final_norm", self.final_norm, ("target", "ones"))
+        one_of("drafter.family", self.family, KINDS)
+        one_of("drafter.final_norm", self.final_norm, ("target", "ones"))
         for name in ("layers", "num_taps", "selector_rank", "markov_rank"):
-            _at_least(f"drafter.{name}", getattr(self, name), 1)
+            at_least(f"drafter.{name}", getattr(self, name), 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +89,8 @@ class Stages:
     selector: int = 500
 
     def check(self) -> None:
-        _at_least("stages.backbone", self.backbone, 0)
-        _at_least("stages.selector", self.selector, 0)
+        at_least("stages.backbone", self.backbone, 0)
+        at_least("stages.selector", self.selector, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +116,8 @@ class Batch:
 
     def check(self) -> None:
         for name in ("rows", "rows_at_once", "anchors", "blocks_at_once"):
-            _at_least(f"batch.{name}", getattr(self, name), 1)
-        _at_least("batch.head_tokens", self.head_tokens, 0)
+            at_least(f"batch.{name}", getattr(self, name), 1)
+        at_least("batch.head_tokens", self.head_tokens, 0)
         if self.rows % self.rows_at_once:
             raise DFlash2Error(
                 f"batch.rows is {self.rows}, expected a multiple of rows_at_once "
@@ -154,17 +151,17 @@ class Optimizer:
     eight_bit: bool = False
 
     def check(self) -> None:
-        _one_of("optimizer.schedule", self.schedule, SCHEDULES)
+        one_of("optimizer.schedule", self.schedule, SCHEDULES)
         for name in ("lr", "high_lr", "clip"):
             if not getattr(self, name) > 0:
-                raise _wrong(f"optimizer.{name}", getattr(self, name), "more than 0")
+                raise wrong(f"optimizer.{name}", getattr(self, name), "more than 0")
         for name in ("weight_decay", "warmup"):
-            _at_least(f"optimizer.{name}", getattr(self, name), 0)
+            at_least(f"optimizer.{name}", getattr(self, name), 0)
         for name in ("decay", "lr_end"):
             if not 0 <= getattr(self, name) <= 1:
-                raise _wrong(f"optimizer.{name}", getattr(self, name), "0 to 1")
+                raise wrong(f"optimizer.{name}", getattr(self, name), "0 to 1")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise _wrong("optimizer.betas", list(self.betas), "two numbers below 1")
+            raise wrong("optimizer.betas", list(self.betas), "two numbers below 1")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,9 +179,9 @@ class Evaluation:
     blocks_at_once: int = 32
 
     def check(self) -> None:
-        _at_least("evaluation.every", self.every, 0)
-        _at_least("evaluation.rows", self.rows, 0)
-        _at_least("evaluation.blocks_at_once", self.blocks_at_once, 1)
+        at_least("evaluation.every", self.every, 0)
+        at_least("evaluation.rows", self.rows, 0)
+        at_least("evaluation.blocks_at_once", self.blocks_at_once, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,8 +197,8 @@ class Checkpoints:
     keep: int = 2
 
     def check(self) -> None:
-        _at_least("checkpoints.every", self.every, 1)
-        _at_least("checkpoints.keep", self.keep, 1)
+        at_least("checkpoints.every", self.every, 1)
+        at_least("checkpoints.keep", self.keep, 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,10 +244,10 @@ class TrainConfig:
 
     def check(self) -> None:
         """Raise DFlash2Error where a value is out of its range."""
-        _one_of("precision", self.precision, PRECISIONS)
-        _at_least("steps", self.steps, 1)
+        one_of("precision", self.precision, PRECISIONS)
+        at_least("steps", self.steps, 1)
         for name in ("minutes", "seed", "threads"):
-            _at_least(name, getattr(self, name), 0)
+            at_least(name, getattr(self, name), 0)
         for part in ("drafter", "stages", "batch", "optimizer", "evaluation"):
             getattr(self, part).check()
         self.checkpoints.check()
@@ -300,7 +297,7 @@ def read_config(
             type or out of its range.
     """
     where = str(path) if path else "flags"
-    raw = _read_file(path) if path else {}
+    raw = read_table(path) if path else {}
     for name, value in (flags or {}).items():
         *parents, last = name.split(".")
         place = raw
@@ -310,109 +307,11 @@ def read_config(
                 raise DFlash2Error(f"{where}: {parent} is {place!r}, not a table")
         place[last] = value
     preset = raw.pop("preset", "default")
-    _one_of(f"{where}: preset", preset, tuple(PRESETS))
-    raw = _merged(PRESETS[preset], raw)
+    one_of(f"{where}: preset", preset, tuple(PRESETS))
+    raw = merged(PRESETS[preset], raw)
     family = raw.get("drafter", {}).get("family", Shape.family)
     if "objective" not in PRESETS[preset] and family in OBJECTIVES:
-        raw = _merged({"objective": OBJECTIVES[family]}, raw)
-    config = _build(TrainConfig, raw, where, "")
+        raw = merged({"objective": OBJECTIVES[family]}, raw)
+    config = build(TrainConfig, raw, where, "")
     config.check()
     return config
-
-
-def read_flag(text: str) -> tuple[str, Any]:
-    """`NAME=VALUE` of the command line, the value as TOML has it or as plain text."""
-    name, equals, value = text.partition("=")
-    if not equals or not name.strip():
-        raise DFlash2Error(f"{text!r}: expected NAME=VALUE, as optimizer.lr=3e-4")
-    try:
-        return name.strip(), tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()
-
-
-def flat(tree: Mapping[str, Any], stem: str = "") -> dict[str, Any]:
-    """Nested tables as one, by dotted name; tuples as lists, as files have them."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{stem}{name}.")
-        else:
-            found[f"{stem}{name}"] = list(value) if isinstance(value, tuple) else value
-    return found
-
-
-def _read_file(path: Path) -> dict:
-    try:
-        text = path.read_text(encoding="utf-8")
-        parse = json.loads if path.suffix == ".json" else tomllib.loads
-        raw = parse(text)
-    except OSError as error:
-        raise DFlash2Error(f"{path}: cannot be read ({error.strerror})") from None
-    except ValueError as error:  # both parsers' errors are
-        raise DFlash2Error(f"{path}: cannot be parsed ({error})") from None
-    if not isinstance(raw, dict):
-        raise DFlash2Error(f"{path}: expected a table of settings")
-    return raw
-
-
-def _merged(base: Mapping, changes: Mapping) -> dict:
-    """`changes` over `base`, table by table."""
-    done = dict(base)
-    for name, value in changes.items():
-        known = done.get(name)
-        both = isinstance(value, Mapping) and isinstance(known, Mapping)
-        done[name] = _merged(known, value) if both else value
-    return done
-
-
-def _build(cls: type, raw: Any, where: str, stem: str) -> Any:
-    """A dataclass of a parsed table; `stem` is its place with a dot at the end."""
-    if not isinstance(raw, Mapping):
-        raise DFlash2Error(f"{where}: {stem[:-1]} is {raw!r}, expected a table")
-    known = {item.name for item in fields(cls)}
-    for name in raw:
-        if name not in known:
-            raise DFlash2Error(
-                f"{where}: {stem}{name} is no setting; known are "
-                f"{', '.join(sorted(known))}"
-            )
-    hints = get_type_hints(cls)
-    values = {}
-    for name, value in raw.items():
-        if is_dataclass(hints[name]):
-            values[name] = _build(hints[name], value, where, f"{stem}{name}.")
-        else:
-            values[name] = _typed(value, hints[name], f"{where}: {stem}{name}")
-    return cls(**values)
-
-
-def _typed(value: Any, hint: Any, place: str) -> Any:
-    """The value as the type of its field, or an error that says what was expected."""
-    optional = [part for part in get_args(hint) if part is not NoneType]
-    if NoneType in get_args(hint):
-        return None if value is None else _typed(value, optional[0], place)
-    if getattr(hint, "__origin__", None) is tuple:
-        if not isinstance(value, list | tuple):
-            raise _wrong(place, value, "a list")
-        return tuple(_typed(item, optional[0], place) for item in value)
-    if hint is float and isinstance(value, int) and not isinstance(value, bool):
-        value = float(value)
-    if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        names = {int: "a whole number", float: "a number", bool: "true or false"}
-        raise _wrong(place, value, names.get(hint, "text"))
-    return value
-
-
-def _wrong(place: str, found: Any, expected: str) -> DFlash2Error:
-    return DFlash2Error(f"{place} is {found!r}, expected {expected}")
-
-
-def _at_least(place: str, found: float, least: int) -> None:
-    if found < least:
-        raise _wrong(place, found, f"{least} or more")
-
-
-def _one_of(place: str, found: Any, known: tuple[str, ...]) -> None:
-    if found not in known:
-        raise _wrong(place, found, f"one of {', '.join(known)}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from mlx_dflash2.errors import DFlash2Error
 
-from .config import flat
+from .settings import flat
 
 LABELS = ("target.name", "target.revision", "code")  # recorded, and free to change
 

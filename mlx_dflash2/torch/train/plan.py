@@ -12,7 +12,7 @@ from mlx_dflash2.data.rows import MANIFEST
 from mlx_dflash2.data.units import TRAIN
 from mlx_dflash2.names import expected_shapes
 
-from .config import TrainConfig
+from .config import Batch, TrainConfig
 from .geometry import new_drafter, read_geometry
 from .optim import UNDECAYED
 from .setup import inherited
@@ -115,37 +115,39 @@ def memory(
         if name.endswith(UNDECAYED) and len(shape) == 2
     )
     count = sum(map(math.prod, shapes.values()))
-    size, inner = drafter.hidden_size, drafter.intermediate_size
-    batch, taps = config.batch, len(drafter.target_layer_ids)
-    at_once = batch.rows_at_once * row_length
-    rows = batch.rows_at_once * batch.anchors * drafter.block_size
-    kept = rows * (10 * size + 4 * inner) * width
-    keys = 2 * drafter.num_key_value_heads * drafter.head_dim
-    columns = batch.head_tokens or drafter.vocab_size
-    eight = config.optimizer.eight_bit
+    moment = 2 if config.optimizer.eight_bit else 8
     return {
         "CUDA context and fragmentation": CONTEXT,
         "target": target_parameters(target) * width,
         "drafter, fp32": 4 * count,
         "autocast copies": 0 if precision == "fp32" else width * (count - tables),
         "gradients, fp32": 4 * count,
-        "AdamW moments": 8 * tables + (2 if eight else 8) * (count - tables),
-        "target forward": at_once
+        "AdamW moments": 8 * tables + moment * (count - tables),
+        "target forward": config.batch.rows_at_once
+        * row_length
         * width
-        * (3 * target["intermediate_size"] + (8 + taps) * size),
-        "drafter activations": kept
-        * (1 if batch.recompute else drafter.num_hidden_layers),
-        "context": at_once
-        * (
-            taps * size * (4 + width)
-            + drafter.num_hidden_layers * keys * width
-            + 8 * size
-        ),
+        * (3 * target["intermediate_size"] + 8 * drafter.hidden_size),
+    } | _activations(config.batch, drafter, row_length, width)
+
+
+def _activations(
+    batch: Batch, drafter: DrafterConfig, row_length: int, width: int
+) -> dict[str, float]:
+    """What the drafter's forward keeps, of numbers of `width` bytes."""
+    size, layers = drafter.hidden_size, drafter.num_hidden_layers
+    joined = len(drafter.target_layer_ids) * size
+    keys = 2 * drafter.num_key_value_heads * drafter.head_dim
+    rows = batch.rows_at_once * batch.anchors * drafter.block_size
+    kept = rows * (10 * size + 4 * drafter.intermediate_size) * width
+    position = joined * (4 + 2 * width) + layers * keys * width + 8 * size
+    slots = batch.blocks_at_once * drafter.num_draft_tokens
+    return {
+        "drafter activations": kept * (1 if batch.recompute else layers),
+        "context": batch.rows_at_once * row_length * position,
         "logits of a chunk": COPIES
         * 4
-        * batch.blocks_at_once
-        * drafter.num_draft_tokens
-        * columns,
+        * slots
+        * (batch.head_tokens or drafter.vocab_size),
     }
 
 

@@ -76,8 +76,7 @@ def make_setup(
     source = find_target(config)
     raw = read_json(source.folder / "config.json")
     drafter = drafter or new_drafter(inherited(config.drafter, parent), raw)
-    geometry = read_geometry(drafter)
-    config.objective.check(geometry)
+    config.objective.check(read_geometry(drafter))
     rows = read_rows(Path(config.data) / TRAIN, source)
     anneal = None
     if config.anneal_data:
@@ -90,14 +89,7 @@ def make_setup(
         )
     precision = Precision.choose(config.precision, world.device)
     target = open_target(config, source, precision)
-    check_fit(
-        geometry,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        where="drafter",
-        target=source.name,
-    )
+    _check_fit(read_geometry(drafter), target, source)
     contract = Contract(
         settings=config.settled() | {"precision": precision.name},
         target=_target_facts(source, rows),
@@ -108,6 +100,17 @@ def make_setup(
     )
     return Setup(
         config, world, precision, target, rows, anneal, held_out, drafter, contract
+    )
+
+
+def _check_fit(geometry: DrafterConfig, target: Target, source: Source) -> None:
+    check_fit(
+        geometry,
+        hidden_size=target.hidden_size,
+        num_layers=target.num_layers,
+        vocab_size=target.vocab_size,
+        where="drafter",
+        target=source.name,
     )
 
 
