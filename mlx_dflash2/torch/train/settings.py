@@ -13,6 +13,11 @@ from mlx_dflash2.errors import DFlash2Error
 
 
 def read_table(path: Path) -> dict:
+    """The settings of a TOML file, or of a JSON file by its ending.
+
+    Raises:
+        DFlash2Error: It cannot be read or parsed.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         parse = json.loads if path.suffix == ".json" else tomllib.loads
@@ -97,14 +102,17 @@ def _typed(value: Any, hint: Any, place: str) -> Any:
 
 
 def wrong(place: str, found: Any, expected: str) -> DFlash2Error:
+    """What a value is and should have been, to be raised."""
     return DFlash2Error(f"{place} is {found!r}, expected {expected}")
 
 
 def at_least(place: str, found: float, least: int) -> None:
+    """Raise DFlash2Error where a value is too small."""
     if found < least:
         raise wrong(place, found, f"{least} or more")
 
 
 def one_of(place: str, found: Any, known: tuple[str, ...]) -> None:
+    """Raise DFlash2Error where a value is not among those known."""
     if found not in known:
         raise wrong(place, found, f"one of {', '.join(known)}")
