@@ -148,7 +148,7 @@ def prepare(options: PrepareOptions, say: Say) -> PrepareReport:
     for number, items in enumerate(chunks(_items(sources), UNIT)):
         units.append(write_unit(options.out, number, items, form))
         say(f"{sum(unit.read for unit in units)} texts")
-    facts = {**settings, "held_out_below": below}
+    facts = {**settings, "target": target.facts, "held_out_below": below}
     return _finish(options.out, facts, [s.terms for s in sources], units)
 
 
@@ -206,7 +206,7 @@ def _settings(
     same = ("row_length", "pack", "enable_thinking", "last_turn_only")
     return {
         "version": __version__,
-        "target": target,
+        "target": {name: target[name] for name in target if name != "name"},
         "data": [[path.name, file_sha256(path)] for path in options.data],
         "takes": [asdict(take) for take in takes],
         **{name: getattr(options, name) for name in same},
