@@ -11,6 +11,7 @@ from torch import Tensor
 
 from mlx_dflash2.torch.target import Target
 
+from .torch_cache import roomy_cache
 from .writer import Sampling, Written
 
 KEEP = 0.75  # a batch is cut down once no more than this share of it still writes
@@ -73,7 +74,7 @@ class _Batch:
     """
 
     def __init__(self, target: Target, prompts: list[list[int]]):
-        self.target, self.cache = target, target.make_cache()
+        self.target, self.cache = target, roomy_cache(target.num_layers)
         self.tokens: list[list[int]] = [[] for _ in prompts]
         self.stopped: set[int] = set()
         self.held = list(range(len(prompts)))  # rows of the cache, by their number
