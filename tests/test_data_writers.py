@@ -142,3 +142,29 @@ def test_a_loop_is_a_run_of_twenty_tokens_met_five_times():
     apart = [token for n in range(5) for token in [*once, n]]
     assert loops(apart)
     assert not loops(list(range(1000))) and not loops([])
+
+
+def test_a_cache_with_room_holds_what_the_usual_one_does():
+    torch = pytest.importorskip("torch")
+    from transformers.cache_utils import DynamicLayer
+
+    from mlx_dflash2.data.torch_cache import ROOM, RoomyLayer
+
+    usual, roomy = DynamicLayer(), RoomyLayer()
+    generator = torch.Generator().manual_seed(0)
+
+    def push(rows, count):
+        new = torch.randn(2, rows, 3, count, 4, generator=generator)
+        for expected, found in zip(usual.update(*new), roomy.update(*new), strict=True):
+            assert torch.equal(expected, found)
+
+    push(1, 5)
+    for layer in (usual, roomy):
+        layer.batch_repeat_interleave(3)
+    for count in (4, *[1] * ROOM, 2, ROOM + 1):
+        push(3, count)
+    for layer in (usual, roomy):
+        layer.batch_select_indices(torch.tensor([2, 0]))
+    push(2, 1)
+    push(2, 1)
+    assert roomy.get_seq_length() == usual.get_seq_length()
