@@ -182,13 +182,20 @@ FILE = click.Path(path_type=Path)
 @click.group(
     cls=Group,
     invoke_without_command=True,
+    subcommand_metavar="",
     context_settings={"help_option_names": ["-h", "--help"], "show_default": True},
 )
 @click.option("--model", required=True, help="Folder or Hub id of the target.")
 @click.option("--out", required=True, type=FILE, help="JSONL file to write.")
 @click.option("--conversations", required=True, type=click.IntRange(1))
 @click.option("--regenerate", type=FILE, help="Answer these instead of self-prompting.")
-@click.option("--openers", type=FILE, default=OPENERS, help="How questions begin.")
+@click.option(
+    "--openers",
+    type=FILE,
+    default=OPENERS,
+    show_default="160 of its own",
+    help="How questions begin.",
+)
 @click.option("--domain", "domains", multiple=True, help="Of the openers; repeatable.")
 @click.option("--max-tokens", type=click.IntRange(1), default=192, help="An answer's.")
 @click.option("--greedy", type=SHARE, default=0.5, help="Share of greedy answers.")
