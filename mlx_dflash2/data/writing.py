@@ -193,7 +193,7 @@ FILE = click.Path(path_type=Path)
     "--openers",
     type=FILE,
     default=OPENERS,
-    show_default="160 of its own",
+    show_default="its own",
     help="How questions begin.",
 )
 @click.option("--domain", "domains", multiple=True, help="Of the openers; repeatable.")
