@@ -109,11 +109,11 @@ def _download(
             local_files_only=offline,
         )
     except (errors.HTTPError, OSError, ValueError) as error:
-        raise _explained(error, repo, revision, offline) from None
+        raise explained(error, repo, revision, offline) from None
     return Source(Path(folder), repo, Path(folder).name)
 
 
-def _explained(
+def explained(
     error: Exception, repo: str, revision: str | None, offline: bool
 ) -> DFlash2Error:
     """What went wrong with a download, in one line."""

@@ -7,6 +7,7 @@ import click
 
 from .cli_bench import bench
 from .cli_options import ABOVE_ZERO, JSONObject, TokenBias, pair_options
+from .cli_train import train
 from .errors import DFlash2Error
 
 
@@ -218,3 +219,4 @@ def doctor(**options) -> None:
 
 
 main.add_command(bench)
+main.add_command(train)

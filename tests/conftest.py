@@ -54,6 +54,6 @@ def pair(tmp_path_factory) -> Callable[..., Pair]:
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory) -> Path:
     """SmolLM2-135M-Instruct in float32, unpacked once a session."""
-    from smollm2 import write_smollm2
+    from mlx_dflash2.demo import demo_target
 
-    return write_smollm2(tmp_path_factory.mktemp("smollm2") / "target")
+    return demo_target(tmp_path_factory.mktemp("smollm2"), offline=True)

@@ -2,6 +2,7 @@
 
     hub = FakeHub()
     commit = hub.add("someone/drafter", folder, refs=("main", "v1"))
+    hub.add("datasets/someone/chats", folder, licence="mit")
     hub.environment(cache)          # variables for a subprocess
     hub.used_by(monkeypatch, cache) # or this process
 
@@ -9,13 +10,14 @@ huggingface_hub reads HF_ENDPOINT, HF_HUB_CACHE and HF_HUB_OFFLINE once, when it
 imported. A subprocess gets them as variables; in the process that runs the tests
 `used_by` sets the constants they became and closes the shared connection pool.
 
-Served are the routes of `snapshot_download`: a revision's commit, a commit's tree,
-HEAD and GET of files. Names that are not there answer 404 with the Hub's codes, a
-gated repository 403 with `GatedRepo`.
+Served are the routes of `snapshot_download` and `HfFileSystem`: a revision's commit, a
+commit's tree whole or by folder, HEAD and GET of files, whole or in ranges. Names that
+are not there answer 404 with the Hub's codes, a gated repository 403 with `GatedRepo`.
 """
 
 import hashlib
 import json
+import re
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ class Repository:
     commits: dict[str, Path] = field(default_factory=dict)
     refs: dict[str, str] = field(default_factory=dict)
     gated: bool = False
+    licence: str | None = None
 
     def commit(self, revision: str) -> str | None:
         return revision if revision in self.commits else self.refs.get(revision)
@@ -42,6 +45,7 @@ class FakeHub:
     Attributes:
         requests: Every request as (method, path), in order.
         cut_off: A file of this name is answered with half of its bytes.
+        absent: A file of this name is answered 404, though the tree lists it.
         broken: Every request is answered 503 while set.
     """
 
@@ -49,6 +53,7 @@ class FakeHub:
         self.repositories: dict[str, Repository] = {}
         self.requests: list[tuple[str, str]] = []
         self.cut_off: str | None = None
+        self.absent: str | None = None
         self.broken = False
         handler = type("Handler", (_Handler,), {"hub": self})
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -69,14 +74,20 @@ class FakeHub:
         *,
         refs: tuple[str, ...] = ("main",),
         gated: bool = False,
+        licence: str | None = None,
     ) -> str:
-        """Serve `folder` under a new commit of `name` that `refs` point to."""
+        """Serve `folder` under a new commit of `name` that `refs` point to.
+
+        Args:
+            name: A model's; a data set's begins with `datasets/`.
+            licence: As the header of the card states it.
+        """
         repository = self.repositories.setdefault(name, Repository())
         label = f"{name} {len(repository.commits)}"
         commit = hashlib.sha1(label.encode()).hexdigest()
         repository.commits[commit] = folder
         repository.refs |= dict.fromkeys(refs, commit)
-        repository.gated = gated
+        repository.gated, repository.licence = gated, licence
         return commit
 
     def downloads(self) -> Counter[str]:
@@ -127,17 +138,21 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def _answer(self, *, with_body: bool) -> None:
-        path = unquote(urlsplit(self.path).path)
+        split = urlsplit(self.path)
+        path = unquote(split.path)
         self.hub.requests.append((self.command, path))
         if self.hub.broken:
             return self._send(503, b"", {})
-        if path.startswith("/api/models/"):
-            name, _, rest = path.removeprefix("/api/models/").partition("/revision/")
+        if path.startswith("/api/"):
+            called = path.removeprefix("/api/").removeprefix("models/")
+            name, _, rest = called.partition("/revision/")
             if rest:
                 return self._describe(name, rest)
-            name, _, rest = path.removeprefix("/api/models/").partition("/tree/")
+            name, _, rest = called.partition("/tree/")
             if rest:
-                return self._tree(name, rest)
+                revision, _, folder = rest.partition("/")
+                whole = "recursive=true" in split.query.lower()
+                return self._tree(name, revision, folder, whole)
             return self._describe(name, "main")
         name, _, rest = path.lstrip("/").partition("/resolve/")
         revision, _, file = rest.partition("/")
@@ -157,24 +172,29 @@ class _Handler(BaseHTTPRequestHandler):
     def _describe(self, name: str, revision: str) -> None:
         found = self._find(name, revision)
         if found:
-            self._send_json({"id": name, "sha": found[1], "private": False})
+            content = {"id": name, "sha": found[1], "private": False}
+            if found[0].licence is not None:
+                content["cardData"] = {"license": found[0].licence}
+            self._send_json(content)
 
-    def _tree(self, name: str, revision: str) -> None:
+    def _tree(self, name: str, revision: str, inside: str, whole: bool) -> None:
         found = self._find(name, revision)
         if not found:
             return
         repository, commit = found
         folder = repository.commits[commit]
+        top = folder / inside
+        paths = top.rglob("*") if whole else top.glob("*")
         self._send_json(
             [
                 {
-                    "type": "file",
-                    "path": file.relative_to(folder).as_posix(),
-                    "size": file.stat().st_size,
-                    "oid": hashlib.sha1(file.read_bytes()).hexdigest(),
+                    "type": "file" if path.is_file() else "directory",
+                    "path": path.relative_to(folder).as_posix(),
+                    "size": path.stat().st_size if path.is_file() else 0,
+                    "oid": hashlib.sha1(path.name.encode()).hexdigest(),
                 }
-                for file in sorted(folder.rglob("*"))
-                if file.is_file()
+                for path in sorted(paths)
+                if path.is_file() or not whole
             ]
         )
 
@@ -186,7 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
         if repository.gated:
             return self._send(403, b"", {"X-Error-Code": "GatedRepo"})
         path = repository.commits[commit] / file
-        if not path.is_file():
+        if not path.is_file() or path.name == self.hub.absent:
             return self._send(404, b"", {"X-Error-Code": "EntryNotFound"})
         content = path.read_bytes()
         headers = {
@@ -194,6 +214,11 @@ class _Handler(BaseHTTPRequestHandler):
             "ETag": f'"{hashlib.sha256(content).hexdigest()}"',
             "Content-Length": str(len(content)),
         }
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range") or "")
+        if with_body and asked:
+            content = content[int(asked[1]) : int(asked[2]) + 1]
+            headers["Content-Length"] = str(len(content))
+            return self._send(206, content, headers)
         if with_body and Path(file).name == self.hub.cut_off:
             content = content[: len(content) // 2]
             self.close_connection = True

@@ -88,11 +88,12 @@ def test_the_wheel_installs_one_import_package(wheel):
     assert packaged == packages_of(ROOT)
 
 
-def test_the_wheel_holds_every_module(wheel):
+def test_the_wheel_holds_every_module_and_data_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for file in shipped_files():
         top = file.split("/")[0]
-        if file.endswith(".py") and (top == "mlx_dflash2" or top in ROOMS):
+        shipped = file.endswith((".py", ".jsonl", ".toml"))
+        if shipped and (top == "mlx_dflash2" or top in ROOMS):
             assert (f"mlx_dflash2/{file}" if top in ROOMS else file) in names
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from mlx_lm import load
 from safetensors.numpy import load_file
-from smollm2 import write_random_drafter, write_smollm2
+from smollm2 import write_quantized_smollm2, write_random_drafter
 
 from mlx_dflash2.checkpoint import stored_tensors
 from mlx_dflash2.families import read_drafter_config
@@ -57,7 +57,7 @@ def test_smollm2_knows_the_capital_of_france(smollm2):
 
 @pytest.mark.real
 def test_smollm2_keeps_its_own_groups(tmp_path):
-    folder = write_smollm2(tmp_path / "quantized", quantized=True)
+    folder = write_quantized_smollm2(tmp_path / "quantized")
     config = json.loads((folder / "config.json").read_text())
     assert config["quantization"]["bits"] == 4
     model, tokenizer = load(str(folder))

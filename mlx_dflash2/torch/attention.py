@@ -100,14 +100,18 @@ class DrafterAttention(nn.Module):
         """
         rows = x.flatten(1, 2)
         queries = self._rotate(self.q_norm(self._heads(self.q_proj(rows))), positions)
-        keys, values = self.keys_values(rows, positions)
+        keys, values = (
+            torch.cat(parts, dim=2)
+            for parts in zip(context, self.keys_values(rows, positions), strict=True)
+        )
+        # Repeated here: on CUDA no kernel takes a mask together with grouped heads.
+        groups = queries.shape[1] // keys.shape[1]
         attended = F.scaled_dot_product_attention(
             queries,
-            torch.cat([context[0], keys], dim=2),
-            torch.cat([context[1], values], dim=2),
+            keys.repeat_interleave(groups, dim=1),
+            values.repeat_interleave(groups, dim=1),
             attn_mask=mask,
             scale=self.head_dim**-0.5,
-            enable_gqa=True,
         )
         output = self.o_proj(attended.transpose(1, 2).flatten(2))
         return output.unflatten(1, x.shape[1:3])

@@ -158,9 +158,17 @@ class Drafter(nn.Module):
         return self.norm(x[:, 0])
 
     def embed_block(self, anchor: int, target: Vocabulary) -> Tensor:
-        """Anchor and mask tokens, embedded and scaled. Shape: (1, L, D)."""
-        masks = [self.config.mask_token_id] * (self.config.block_size - 1)
-        tokens = torch.tensor([[anchor, *masks]], device=self.device)
+        """One block, embedded and scaled. Shape: (1, L, D)."""
+        return self.embed_blocks(torch.tensor([anchor], device=self.device), target)
+
+    def embed_blocks(self, anchors: Tensor, target: Vocabulary) -> Tensor:
+        """Anchors (...) and their mask tokens, embedded and scaled: (..., L, D)."""
+        masks = anchors.new_full(
+            (self.config.block_size - 1,), self.config.mask_token_id
+        )
+        tokens = torch.cat(
+            [anchors[..., None], masks.expand(*anchors.shape, -1)], dim=-1
+        )
         embed = self.embed_tokens if self.embed_tokens is not None else target.embed
         return embed(tokens).to(self.dtype) * self.config.input_embedding_scale
 

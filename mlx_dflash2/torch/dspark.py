@@ -60,12 +60,16 @@ class DSparkDrafter(Drafter):
         return Proposal(torch.stack(tokens), every_token(chances), chances)
 
     def confidence(self, hidden: Tensor, row: Tensor) -> Tensor:
-        """The chance that a slot is right, seeing only what is before it. Shape: ().
+        """The chance that a slot is right, seeing only what is before it. Shape: (...).
 
         Args:
-            hidden: The slot's row. Shape: (D,).
-            row: The Markov row of the token before. Shape: (R,).
+            hidden: The slot's row. Shape: (..., D).
+            row: The Markov row of the token before. Shape: (..., R).
         """
-        sees_token = self.config.confidence_sees_token
-        seen = torch.cat([hidden, row.to(hidden.dtype)]) if sees_token else hidden
-        return torch.sigmoid(self.confidence_head.proj(seen).float())[0]
+        return torch.sigmoid(self.confidence_logits(hidden, row))
+
+    def confidence_logits(self, hidden: Tensor, row: Tensor) -> Tensor:
+        """What `confidence` squashes into a chance, in float32. Shape: (...)."""
+        if self.config.confidence_sees_token:
+            hidden = torch.cat([hidden, row.to(hidden.dtype)], dim=-1)
+        return self.confidence_head.proj(hidden).float()[..., 0]

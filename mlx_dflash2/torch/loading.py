@@ -69,7 +69,7 @@ def load_drafter(
             where=source.name,
             target=target.model.config.name_or_path,
         )
-    weights = _read_weights(source, config)
+    weights = read_weights(source, config)
     with torch.device("meta"):
         drafter = config.network(__package__)(
             config,
@@ -184,7 +184,7 @@ def _refuse_other_dtypes(found: dict[str, StoredTensor], *, where: str) -> None:
             )
 
 
-def _read_weights(source: Source, config: DrafterConfig) -> dict[str, Tensor]:
+def read_weights(source: Source, config: DrafterConfig) -> dict[str, Tensor]:
     """Every tensor of a drafter's files, checked, under its published name."""
     from safetensors import safe_open
 

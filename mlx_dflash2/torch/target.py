@@ -73,6 +73,8 @@ class Target:
         *,
         taps: Sequence[int] = (),
         logits_to_keep: int = 0,
+        mask: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
         """Run the model.
 
@@ -82,6 +84,8 @@ class Target:
             taps: Layers whose output to return, 0-based; the last layer's is not to
                 be had before the final norm, so it may not be tapped.
             logits_to_keep: Compute logits for this many last rows only; 0 for all.
+            mask: 0 where padding is, cached columns included. Shape: (B, C+S).
+            positions: Of the tokens, where a mask shifts them. Shape: (B, S).
 
         Returns:
             Logits (B, S, V), and the tapped outputs joined in the given order on the
@@ -89,6 +93,8 @@ class Target:
         """
         output = self.model(
             tokens,
+            attention_mask=mask,
+            position_ids=positions,
             **{_CACHE: cache},
             use_cache=cache is not None,
             output_hidden_states=bool(taps),
@@ -96,10 +102,45 @@ class Target:
         )
         if not taps:
             return output.logits, None
-        if not all(0 <= tap < self.num_layers - 1 for tap in taps):
-            raise ValueError(f"taps {list(taps)} of {self.num_layers} layers")
+        self._check_taps(taps)
         states = output.hidden_states  # states[0] is the embedding
         return output.logits, torch.cat([states[tap + 1] for tap in taps], dim=-1)
+
+    def trunk(
+        self,
+        tokens: Tensor,
+        *,
+        taps: Sequence[int],
+        positions: Tensor,
+        mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Run the layers without the head, keeping no state but the tapped ones.
+
+        Args:
+            tokens: Shape: (B, S).
+            taps: As `forward` takes them.
+            positions: Shape: (B, S).
+            mask: True where visible, (B, 1, S, S); None sees everything before.
+
+        Returns:
+            The tapped outputs, (B, S, T*D), and the rows after the final norm, which
+            `head` makes logits of, (B, S, D).
+        """
+        self._check_taps(taps)
+        body = self.model.model
+        hidden = body.embed_tokens(tokens)
+        rotations = body.rotary_emb(hidden, position_ids=positions)
+        tapped = {}
+        for index, layer in enumerate(body.layers):
+            hidden = layer(hidden, attention_mask=mask, position_embeddings=rotations)
+            if index in taps:
+                tapped[index] = hidden
+        features = torch.cat([tapped[tap] for tap in taps], dim=-1)
+        return features, body.norm(hidden)
+
+    def _check_taps(self, taps: Sequence[int]) -> None:
+        if not all(0 <= tap < self.num_layers - 1 for tap in taps):
+            raise ValueError(f"taps {list(taps)} of {self.num_layers} layers")
 
     def roll_back(self, cache: DynamicCache, length: int) -> None:
         """Cut the cache to its first `length` positions."""

@@ -1,0 +1,1 @@
+"""Text and token rows to train on; imports no backend at module level."""

@@ -1,0 +1,1 @@
+"""Training of a drafter against a frozen target."""

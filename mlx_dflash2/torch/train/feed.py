@@ -1,0 +1,111 @@
+"""Which rows and anchors each step sees; it depends on the step's number alone."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mlx_dflash2.errors import DFlash2Error
+
+from .batch import Batch
+from .blocks import Blocks, draw_anchors
+from .config import TrainConfig
+from .optim import anneal_start
+from .world import World
+
+if TYPE_CHECKING:
+    from mlx_dflash2.data.rows import Row, RowSet
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A row and where its blocks start."""
+
+    row: "Row"
+    anchors: np.ndarray
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The rows of a run.
+
+    Attributes:
+        rows: Seen first.
+        anneal: Seen while the learning rate falls; None if `rows` are.
+        slots: Of each block.
+    """
+
+    config: TrainConfig
+    world: World
+    rows: "RowSet"
+    anneal: "RowSet | None"
+    slots: int
+
+    def __post_init__(self) -> None:
+        batch = self.config.batch
+        if batch.rows % (batch.rows_at_once * self.world.size):
+            raise DFlash2Error(
+                f"batch.rows is {batch.rows}, expected a multiple of rows_at_once "
+                f"{batch.rows_at_once} times {self.world.size} processes"
+            )
+
+    def steps(self, start: int) -> Iterator[list[tuple[Batch, Blocks]]]:
+        """What this process computes in each step from `start` on.
+
+        The rows of a step are sorted by length and dealt out to the processes in
+        batches, so that a batch has little padding and each process as much to do.
+        """
+        for drawn in self._draws(start):
+            drawn.sort(key=lambda each: len(each.row.tokens))
+            size = self.config.batch.rows_at_once
+            parts = [drawn[at : at + size] for at in range(0, len(drawn), size)]
+            yield [
+                self._batch(part) for part in parts[self.world.rank :: self.world.size]
+            ]
+
+    def _batch(self, part: Sequence[Drawn]) -> tuple[Batch, Blocks]:
+        batch = Batch.of([each.row for each in part], self.world.device)
+        return batch, Blocks.at(batch, [each.anchors for each in part], self.slots)
+
+    def _draws(self, start: int) -> Iterator[list[Drawn]]:
+        config = self.config
+        turn = config.steps
+        if self.anneal is not None:
+            turn = anneal_start(config.optimizer, config.steps)
+        if start < turn:
+            yield from self._of(self.rows, start, turn)
+        if self.anneal is not None:
+            yield from self._of(self.anneal, max(0, start - turn), config.steps - turn)
+
+    def _of(self, rows: "RowSet", start: int, stop: int) -> Iterator[list[Drawn]]:
+        seed, batch = self.config.seed, self.config.batch
+        visits = rows.visits(seed, start * batch.rows)
+        for _ in range(start, stop):
+            drawn = []
+            for visit in islice(visits, batch.rows):
+                row = rows[visit.row]
+                anchors = draw_anchors(
+                    row.supervised,
+                    row.document,
+                    batch.anchors,
+                    seed=seed,
+                    epoch=visit.epoch,
+                    row=visit.row,
+                )
+                drawn.append(Drawn(row, anchors))
+            yield drawn
+
+
+def frequent_tokens(rows: "RowSet", count: int) -> Tensor:
+    """The `count` most frequent supervised tokens, of equals the lower id; rising."""
+    totals = np.zeros(0, np.int64)
+    for row in rows:
+        found = np.bincount(row.tokens[row.supervised], minlength=len(totals))
+        found[: len(totals)] += totals
+        totals = found
+    best = np.argsort(-totals, kind="stable")[:count]
+    return torch.from_numpy(np.sort(best[totals[best] > 0]))
