@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
+from statistics import median
 
 from mlx_dflash2.stats import AcceptanceStats
 
@@ -26,6 +27,7 @@ def acceptance(counts: Sequence[AcceptanceStats], slots: int) -> Acceptance:
         length=_ratio(emitted, len(cycles)),
         per_cycle=_ratio(accepted, len(cycles)),
         rate=_ratio(accepted, drafted),
+        usual=median(cycle[0] for cycle in cycles) if cycles else None,
         slots=[_slot(cycles, slot) for slot in range(1, slots + 1)],
         histogram=histogram,
     )

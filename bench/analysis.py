@@ -8,7 +8,7 @@ from statistics import fmean, median
 from . import verdict
 from .acceptance import acceptance, coverage
 from .cases import Case, decode_seconds, find_cases, total_seconds
-from .estimates import Estimate, median_interval
+from .estimates import LEAST_VALUES, Estimate, median_interval
 from .record import Record, RunRecord, Speculation
 from .results import (
     Acceptance,
@@ -25,7 +25,7 @@ from .results import (
     TargetDrift,
 )
 
-LEAST_PROMPTS = 4  # of every domain, before all of them give one number
+LEAST_PROMPTS = LEAST_VALUES  # of every domain, before all of them give one number
 LEVEL = 0.001  # of the p-values of one sampled test together
 SPLIT_FIELDS = (
     *("position", "kind", "plain", "speculative"),
@@ -98,6 +98,8 @@ def _group(name: str, cases: list[Case], slots: int, seed: int) -> Group:
     runs = [run for case in cases for run in case.runs]
     counts = acceptance([case.done.counts for case in cases], slots)
     costs = _costs(cases)
+    if counts.curtailed:
+        costs = replace(costs, overhead=None)
     timed = [case for case in cases if case.timed]
     return Group(
         name=name,
@@ -117,16 +119,21 @@ def _speeds(
 ) -> Speeds:
     step = 1e3 * median(decode_seconds(case.plain) for case in timed)
     cycles = [case.cycle for case in timed if case.cycle is not None]
+    cycle = median(cycles) if cycles else None
     return Speeds(
         decode=_pace(timed, decode_seconds, seed),
         end_to_end=_pace(timed, total_seconds, seed),
-        projected=(
-            counts.length * costs.decode / (costs.verify + costs.draft)
-            if counts.length
-            else None
-        ),
-        break_even=median(cycles) / step if cycles else None,
+        projected=_projected(counts, costs),
+        step=step,
+        cycle=cycle,
+        break_even=cycle and cycle / step,
     )
+
+
+def _projected(counts: Acceptance, costs: CycleCosts) -> float | None:
+    if counts.length is None or counts.curtailed:
+        return None
+    return counts.length * costs.decode / (costs.verify + costs.draft)
 
 
 def _pace(

@@ -1,28 +1,30 @@
 """Saved reports: read one, or lay two side by side."""
 
-import json
 from pathlib import Path
 from typing import Any
+
+from pydantic_core import from_json
 
 from mlx_dflash2.errors import DFlash2Error
 
 from .blocks import Block, Grid, Heading, Lines, as_text
-from .record import FORMAT, VERSION, Record, record_from
-from .report import SUMMARY_FORMAT, Report, report_from
+from .record import FORMAT, VERSION, Record
+from .report import SUMMARY_FORMAT, Report
 from .results import Group
+from .saved import record_from, report_from
 from .sections import interval, number
 
 MACHINE = ("machine", "processor", "cores", "system", "backend", "device")
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """A report or its summary, checked.
+    """A report or its summary, all of it checked.
 
     Raises:
-        DFlash2Error: The file is none, or of another version.
+        DFlash2Error: The file is none, is of another version, or is damaged.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = from_json(Path(path).read_bytes())
     except OSError as error:
         raise DFlash2Error(f"{path}: cannot be read ({error.strerror})") from None
     except ValueError as error:
@@ -38,7 +40,12 @@ def read_report(path: str | Path) -> dict[str, Any]:
             f"{path}: has version {content.get('version')} of the report format, but "
             f"this program reads {VERSION}"
         )
-    _built(path, report_from, content)
+    try:
+        report_from(content)
+        if kind == FORMAT:
+            record_from(content)
+    except DFlash2Error as error:
+        raise DFlash2Error(f"{path}: {error}") from None
     return content
 
 
@@ -47,16 +54,7 @@ def read_record(path: str | Path) -> Record:
     content = read_report(path)
     if content["format"] == SUMMARY_FORMAT:
         raise DFlash2Error(f"{path}: is a summary, which has no prompts to go on from")
-    return _built(path, record_from, content)
-
-
-def _built(path: str | Path, build, content: dict[str, Any]):
-    try:
-        return build(content)
-    except KeyError as error:
-        raise DFlash2Error(f"{path}: the report lacks {error.args[0]}") from None
-    except TypeError as error:
-        raise DFlash2Error(f"{path}: the report is damaged ({error})") from None
+    return record_from(content)
 
 
 def compare(first: dict[str, Any], second: dict[str, Any]) -> str:

@@ -9,6 +9,8 @@ from statistics import median
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from mlx_dflash2.config_fields import read_longest
+from mlx_dflash2.config_reader import ConfigReader
 from mlx_dflash2.cycle_parts import CycleParts
 from mlx_dflash2.decode import Decoding
 from mlx_dflash2.drafter import Drafter
@@ -78,6 +80,20 @@ class Measured:
             name: median_interval([trial[name] for trial in self.trials], seed)
             for name in self.trials[0]
         }
+
+
+def refuse_long_prompts(target: Target, drafter: Drafter | None, plan: Plan) -> None:
+    """Raise DFlash2Error for a prompt of more tokens than a model has positions."""
+    tokens, name = max(plan.prompt_tokens), target.source.name
+    limits = {name: read_longest(ConfigReader(target.config, name))}
+    if drafter is not None:
+        limits[drafter.source.name] = drafter.config.max_position_embeddings
+    for name, limit in limits.items():
+        if limit is not None and tokens > limit:
+            raise DFlash2Error(
+                f"{name}: max_position_embeddings is {limit}, but a prompt has "
+                f"{tokens} tokens; give shorter ones (--prompt-tokens)"
+            )
 
 
 def measure_cycle(

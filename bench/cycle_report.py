@@ -78,7 +78,7 @@ class CycleReport:
             f"tokens emitted per trial: {self.plan.generation_tokens}",
             f"trials: {self.plan.trials}",
         ]
-        return [*about, *plan, *padded]
+        return [*about, *plan, *padded, *_noise(estimates)]
 
     def _memory_rows(self) -> Iterator[list[str]]:
         plain = [f"{found.plain_memory / 1e6:.1f}" for found in self.measured]
@@ -86,6 +86,12 @@ class CycleReport:
         if self.measured[0].memory is not None:
             both = [f"{found.memory / 1e6:.1f}" for found in self.measured]
             yield ["peak memory with the drafter (MB)", *both]
+
+
+def _noise(estimates: list[dict[str, Estimate]]) -> list[str]:
+    if all(found["overhead"].median >= 0 for found in estimates if "overhead" in found):
+        return []
+    return ["Below 0 beyond verify and draft is within noise: both took longer alone."]
 
 
 def _title(name: str) -> str:

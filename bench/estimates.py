@@ -7,19 +7,26 @@ import numpy as np
 
 RESAMPLES = 10_000
 LEVEL = 0.95
+LEAST_VALUES = 4  # with an interval; that of fewer would be their whole range
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A median with its 95% interval; a single value has none."""
+    """A median with its 95% interval; that of few values has none."""
 
     median: float
     low: float | None
     high: float | None
 
+    def __post_init__(self) -> None:
+        if (self.low is None) != (self.high is None):
+            raise ValueError("an interval has two ends or none")
+        if self.low is not None and not self.low <= self.median <= self.high:
+            raise ValueError("the median lies outside of its interval")
+
 
 def median_interval(values: Sequence[float], seed: int) -> Estimate:
-    """The median of at least one value, with a bootstrap interval.
+    """The median of at least one value, with a bootstrap interval from four on.
 
     The percentile bootstrap (Efron, 1979): medians of resamples of the same size,
     drawn with replacement. It never leaves the values' range, which holds the true
@@ -27,12 +34,12 @@ def median_interval(values: Sequence[float], seed: int) -> Estimate:
     """
     values = np.asarray(values, dtype=np.float64)
     median = float(np.median(values))
-    if len(values) == 1:
+    if len(values) < LEAST_VALUES:
         return Estimate(median, None, None)
     drawn = np.random.default_rng(seed).choice(values, (RESAMPLES, len(values)))
     tail = (1 - LEVEL) / 2
     low, high = np.quantile(np.median(drawn, axis=1), (tail, 1 - tail))
-    return Estimate(median, float(low), float(high))
+    return Estimate(median, min(float(low), median), max(float(high), median))
 
 
 def same_distribution(first: Sequence[int], second: Sequence[int], seed: int) -> float:

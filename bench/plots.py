@@ -3,12 +3,16 @@
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_dflash2.errors import DFlash2Error
 
-from .report import Report, report_from
+from .fonts import Fonts, find_fonts
+from .report import Report
+from .results import Table
+from .saved import report_from
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -32,17 +36,39 @@ def require_matplotlib() -> None:
 def draw(content: dict[str, Any], folder: Path) -> list[Path]:
     """Write speedup.png, acceptance.png and cost.png into a folder."""
     require_matplotlib()
+    from matplotlib import rc_context
+
     report = report_from(content)
     if not report.results.tables:
         raise DFlash2Error("--plot: no prompt was finished, there is nothing to draw")
+    fonts = find_fonts(_names(report))
+    report = _drawable(report, fonts)
     pictures = {"speedup": _speedup, "acceptance": _acceptance, "cost": _cost}
     paths = []
     for name, picture in pictures.items():
         path = folder / f"{name}.png"
-        with _axes(path) as axes:
+        look = {"font.family": fonts.families, "text.parse_math": False}
+        with rc_context(look), _axes(path) as axes:
             picture(axes, report)
         paths.append(path)
     return paths
+
+
+def _names(report: Report) -> list[str]:
+    groups = [group for table in report.results.tables for group in table.groups]
+    return [*(arm.label for arm in report.arms), *(group.name for group in groups)]
+
+
+def _drawable(report: Report, fonts: Fonts) -> Report:
+    """The report with what has no glyph escaped in the names of arms and domains."""
+
+    def renamed(table: Table) -> Table:
+        domains = [replace(g, name=fonts.shown(g.name)) for g in table.domains]
+        return replace(table, domains=domains)
+
+    arms = [replace(arm, label=fonts.shown(arm.label)) for arm in report.arms]
+    tables = [renamed(table) for table in report.results.tables]
+    return replace(report, arms=arms, results=replace(report.results, tables=tables))
 
 
 @contextmanager

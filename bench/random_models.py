@@ -12,7 +12,7 @@ from mlx_lm.models.llama import Model, ModelArgs
 
 from mlx_dflash2.checkpoint import Source, find_source
 from mlx_dflash2.config import DrafterConfig, check_fit
-from mlx_dflash2.config_reader import read_json
+from mlx_dflash2.config_reader import ConfigReader, read_json
 from mlx_dflash2.drafter import Drafter
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import FAMILIES, check_agreement
@@ -22,6 +22,11 @@ from mlx_dflash2.target_files import read_llama_config
 
 CONFIG = "config.json"
 DTYPES = {"float32": mx.float32, "float16": mx.float16, "bfloat16": mx.bfloat16}
+SIZES = (
+    *("hidden_size", "num_hidden_layers", "intermediate_size", "vocab_size"),
+    "num_attention_heads",
+)
+OPTIONAL_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings")
 TABLES = ("embed_tokens", "codebook", "markov_w1")  # looked up, not multiplied
 
 
@@ -36,10 +41,11 @@ def random_target(
         where: `revision` and `offline` of `find_source`.
 
     Raises:
-        DFlash2Error: The config is not of a llama target, or lacks a size.
+        DFlash2Error: The config is not of a llama target, or a size is none.
     """
     source, path = _find_config(name, **where)
     config = read_llama_config(path)
+    _check_sizes(config, path)
     config.setdefault("tie_word_embeddings", False)
     try:
         model = Model(ModelArgs.from_dict(config))
@@ -93,6 +99,14 @@ def random_drafter(
         )
     mx.eval(drafter.parameters())
     return drafter
+
+
+def _check_sizes(config: dict[str, Any], path: Path) -> None:
+    read = ConfigReader(config, str(path))
+    given = [name for name in OPTIONAL_SIZES if config.get(name) is not None]
+    for name in (*SIZES, *given):
+        read.integer(name)
+    read.number("rms_norm_eps")
 
 
 def _find_config(name: str, **where: Any) -> tuple[Source, Path]:

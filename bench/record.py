@@ -1,12 +1,64 @@
 """What a bench measured, as its JSON file holds it; nothing is computed here."""
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from types import UnionType
-from typing import Any, get_args, get_origin
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import ConfigDict, Field
+from typing_extensions import TypedDict
 
 from mlx_dflash2.stats import AcceptanceStats
 
 FORMAT, VERSION = "mlx-dflash2 bench", 1
+TICK = 1e-9  # seconds, and of milliseconds too: nothing that was timed took less
+
+Count = Annotated[int, Field(ge=0)]
+Taken = Annotated[float, Field(ge=TICK)]
+
+
+class Environment(TypedDict):
+    """Machine, system and versions; a backend may add to it."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+
+    machine: str
+    processor: str
+    cores: int | None
+    memory_gb: float
+    system: str
+    backend: str
+    device: str
+    versions: dict[str, str]
+    date: str
+
+
+class Settings(TypedDict):
+    """What was asked for; all but the seed is only shown and compared."""
+
+    __pydantic_config__ = ConfigDict(extra="allow")
+
+    seed: Count
+
+
+class WorkloadFacts(TypedDict):
+    """The prompts as a whole; `domains` counts those of each."""
+
+    sha256: str
+    source: str
+    domains: dict[str, Count]
+
+
+class ComparisonFacts(TypedDict):
+    """See `comparison.Comparison.as_dict`."""
+
+    identical: bool
+    kind: Literal["identical", "near tie", "difference"]
+    position: Count | None
+    plain: int | None
+    speculative: int | None
+    plain_logit: float | None
+    speculative_logit: float | None
+    gap: float | None
+    ulps: float | None
 
 
 @dataclass(frozen=True)
@@ -28,7 +80,7 @@ class ModelFacts:
     revision: str | None
     kind: str
     dtype: str
-    quantization: dict | None
+    quantization: dict[str, Any] | None
     files: dict[str, str]
     tokenizer: str | None = None
     num_draft_tokens: int | None = None
@@ -46,9 +98,13 @@ class Arm:
     """
 
     label: str
-    target: int
-    drafter: int | None = None
-    num_draft_tokens: int = 0
+    target: Count
+    drafter: Count | None = None
+    num_draft_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        if (self.drafter is None) != (self.num_draft_tokens == 0):
+            raise ValueError("an arm drafts tokens if, and only if, it has a drafter")
 
 
 @dataclass(frozen=True)
@@ -58,14 +114,18 @@ class RunRecord:
     Attributes:
         tokens: Emitted, the one that ended the sequence included.
         prefill_seconds: Until the first token.
-        decode_seconds: From then on.
+        decode_seconds: From then on; 0 if that was all.
     """
 
-    arm: int
-    tokens: int
+    arm: Count
+    tokens: Annotated[int, Field(ge=1)]
     finish_reason: str
-    prefill_seconds: float
+    prefill_seconds: Taken
     decode_seconds: float
+
+    def __post_init__(self) -> None:
+        if self.tokens > 1 and self.decode_seconds < TICK:
+            raise ValueError(f"{self.tokens} tokens were decoded in no time")
 
 
 @dataclass(frozen=True)
@@ -79,10 +139,10 @@ class Costs:
         draft: One proposal.
     """
 
-    context: int
-    decode: float
-    verify: float
-    draft: float
+    context: Count
+    decode: Taken
+    verify: Taken
+    draft: Taken
 
 
 @dataclass(frozen=True)
@@ -96,9 +156,9 @@ class Coverage:
             selector that never errs would have accepted.
     """
 
-    trials: list[int]
-    hits: list[int]
-    reachable_per_cycle: list[int]
+    trials: list[Count]
+    hits: list[Count]
+    reachable_per_cycle: list[Count]
 
 
 @dataclass(frozen=True)
@@ -106,14 +166,14 @@ class Speculation:
     """What a speculative arm did on one prompt.
 
     Attributes:
-        comparison: With the plain arm of the same target (`verify.Comparison.as_dict`).
+        comparison: With the plain arm of the same target.
         repeated: All runs of this arm gave the same tokens.
         coverage: None for drafters without candidates.
     """
 
-    arm: int
+    arm: Count
     counts: AcceptanceStats
-    comparison: dict[str, Any]
+    comparison: ComparisonFacts
     repeated: bool
     costs: Costs
     coverage: Coverage | None = None
@@ -150,10 +210,10 @@ class Drift:
         first, last: Milliseconds a token.
     """
 
-    arm: int
+    arm: Count
     prompt: str
-    first: float
-    last: float
+    first: Taken
+    last: Taken
 
 
 @dataclass(frozen=True)
@@ -165,11 +225,11 @@ class SampledTest:
             chi-square statistic between the two samples.
     """
 
-    arm: int
+    arm: Count
     prompt: str
     temperature: float
     samples: int
-    p_values: list[float]
+    p_values: Annotated[list[float], Field(min_length=1)]
 
 
 @dataclass(frozen=True)
@@ -178,14 +238,11 @@ class Record:
 
     Attributes:
         partial: The bench has not come to its end.
-        environment: Machine, system and versions.
-        settings: What was asked for.
-        workload: "sha256", "source" and how many prompts a domain has.
     """
 
-    environment: dict[str, Any]
-    settings: dict[str, Any]
-    workload: dict[str, Any]
+    environment: Environment
+    settings: Settings
+    workload: WorkloadFacts
     targets: list[ModelFacts]
     drafters: list[ModelFacts]
     arms: list[Arm]
@@ -197,26 +254,3 @@ class Record:
     def as_dict(self) -> dict[str, Any]:
         """The record as JSON holds it."""
         return {"format": FORMAT, "version": VERSION, **asdict(self)}
-
-
-def record_from(content: dict[str, Any]) -> Record:
-    """The record that `Record.as_dict` wrote.
-
-    Raises:
-        KeyError, TypeError: A field is missing or misshapen.
-    """
-    return rebuild(Record, content)
-
-
-def rebuild(kind: Any, content: Any) -> Any:
-    """A dataclass, or a list of some, from what `asdict` made of it."""
-    if content is None:
-        return None
-    if is_dataclass(kind):
-        known = {each.name: each.type for each in fields(kind)}
-        return kind(**{name: rebuild(known[name], content[name]) for name in known})
-    if get_origin(kind) is list:
-        return [rebuild(get_args(kind)[0], each) for each in content]
-    if isinstance(kind, UnionType):
-        return rebuild(get_args(kind)[0], content)
-    return content

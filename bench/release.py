@@ -9,8 +9,9 @@ from mlx_dflash2.errors import DFlash2Error
 
 from .analysis import LEAST_PROMPTS
 from .record import VERSION
-from .report import SUMMARY_FORMAT, Report, report_from
+from .report import SUMMARY_FORMAT, Report
 from .results import Group, Results, Split, Table
+from .saved import report_from
 
 MEASURED_FORMAT = "mlx-dflash2 measured results"
 GATE = re.compile(r"\s*(\S|\S.*\S)\s*>=\s*(\d+(?:\.\d+)?)x\s*")

@@ -1,9 +1,8 @@
 """A saved bench as its readers see it: the record without prompts, and the results."""
 
 from dataclasses import dataclass
-from typing import Any
 
-from .record import Arm, ModelFacts, rebuild
+from .record import Arm, Environment, ModelFacts, Settings, WorkloadFacts
 from .results import Results, Table
 from .verdict import mode_name
 
@@ -14,9 +13,9 @@ SUMMARY_FORMAT = "mlx-dflash2 bench summary"
 class Report:
     """What tables, plots and result files are made of. See `record.Record`."""
 
-    environment: dict[str, Any]
-    settings: dict[str, Any]
-    workload: dict[str, Any]
+    environment: Environment
+    settings: Settings
+    workload: WorkloadFacts
     targets: list[ModelFacts]
     drafters: list[ModelFacts]
     arms: list[Arm]
@@ -26,12 +25,3 @@ class Report:
     def name(self, table: Table) -> str:
         """Of the arm, and of the thinking mode if one was asked for."""
         return self.arms[table.arm].label + mode_name(table.thinking)
-
-
-def report_from(content: dict[str, Any]) -> Report:
-    """Read a report, or its summary, as JSON holds it.
-
-    Raises:
-        KeyError, TypeError: A field is missing or misshapen.
-    """
-    return rebuild(Report, content)

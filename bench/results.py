@@ -1,8 +1,12 @@
 """What a bench found, computed from its record; the words of a report's JSON."""
 
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import Field
 
 from .estimates import Estimate
+from .record import Count, Taken
 
 
 @dataclass(frozen=True)
@@ -21,13 +25,17 @@ class Speeds:
     Attributes:
         decode: From the first token on, which is not counted.
         end_to_end: The prompt included, all tokens counted.
-        projected: The speedup that acceptance length and costs alone promise.
+        projected: The speedup that acceptance length and costs alone promise; None
+            where the costs are of blocks that hardly a cycle drafted.
+        step, cycle: Milliseconds of a plain token and of a cycle in the loop.
         break_even: The acceptance length at which a cycle costs what it saves.
     """
 
     decode: Pace
     end_to_end: Pace
     projected: float | None
+    step: Taken
+    cycle: Taken | None
     break_even: float | None
 
 
@@ -41,9 +49,9 @@ class Slot:
     """
 
     conditional: float | None
-    conditional_trials: int
+    conditional_trials: Count
     cumulative: float | None
-    cumulative_trials: int
+    cumulative_trials: Count
 
 
 @dataclass(frozen=True)
@@ -54,19 +62,30 @@ class Acceptance:
         length: Tokens emitted per cycle, bonus token included.
         per_cycle: Accepted drafted tokens per cycle.
         rate: Accepted over drafted tokens.
+        usual: Tokens that the median cycle drafted.
         slots: From the first drafted token on.
         histogram: Cycles that accepted 0, 1, ... tokens.
     """
 
-    cycles: int
-    drafted: int
-    accepted: int
-    emitted: int
+    cycles: Count
+    drafted: Count
+    accepted: Count
+    emitted: Count
     length: float | None
     per_cycle: float | None
     rate: float | None
-    slots: list[Slot]
-    histogram: list[int]
+    usual: float | None
+    slots: Annotated[list[Slot], Field(min_length=1)]
+    histogram: list[Count]
+
+    def __post_init__(self) -> None:
+        if len(self.histogram) != len(self.slots) + 1:
+            raise ValueError("slots and histogram are of different widths")
+
+    @property
+    def curtailed(self) -> bool:
+        """The median cycle drafted less than half a block, so runs were too short."""
+        return self.usual is not None and self.usual < len(self.slots) / 2
 
 
 @dataclass(frozen=True)
@@ -75,13 +94,14 @@ class CycleCosts:
 
     Attributes:
         context: Positions in the caches.
-        overhead: What a cycle of the loop took beyond its verify and draft.
+        overhead: What a cycle of the loop took beyond its verify and draft; None where
+            these are of blocks that hardly a cycle drafted.
     """
 
     context: float
-    decode: float
-    verify: float
-    draft: float
+    decode: Taken
+    verify: Taken
+    draft: Taken
     overhead: float | None
 
 
@@ -93,11 +113,11 @@ class Lossless:
         repeated: Prompts whose runs all gave the same tokens.
     """
 
-    compared: int
-    identical: int
-    near_ties: int
-    differences: int
-    repeated: int
+    compared: Count
+    identical: Count
+    near_ties: Count
+    differences: Count
+    repeated: Count
 
 
 @dataclass(frozen=True)
@@ -109,8 +129,8 @@ class SlotCoverage:
         oracle_length: The acceptance length of a selector that never errs.
     """
 
-    trials: list[int]
-    hits: list[int]
+    trials: list[Count]
+    hits: list[Count]
     oracle_length: float
 
 
@@ -126,8 +146,8 @@ class Group:
     """
 
     name: str
-    prompts: int
-    timed: int
+    prompts: Count
+    timed: Count
     speeds: Speeds | None
     at_limit: float
     acceptance: Acceptance
@@ -147,7 +167,7 @@ class Split:
 
     prompt: str | None
     domain: str
-    position: int
+    position: Count
     kind: str
     plain: int | None
     speculative: int | None
@@ -166,7 +186,7 @@ class Table:
         verdict: In sentences.
     """
 
-    arm: int
+    arm: Count
     thinking: bool | None
     domains: list[Group]
     overall: Group
@@ -188,7 +208,7 @@ class BestWidth:
         gain: Its speed over that of the trained width; None where that was not run.
     """
 
-    arm: int
+    arm: Count
     thinking: bool | None
     speedup: Estimate
     trained: int
@@ -199,10 +219,10 @@ class BestWidth:
 class TargetDrift:
     """How plain decoding changed during the bench: `last / first - 1`."""
 
-    arm: int
+    arm: Count
     prompt: str | None
-    first: float
-    last: float
+    first: Taken
+    last: Taken
     drift: float
 
 
@@ -215,11 +235,11 @@ class SampledResult:
         same: No p-value is below the level, corrected for their number.
     """
 
-    arm: int
+    arm: Count
     prompt: str | None
     temperature: float
     samples: int
-    p_values: list[float]
+    p_values: Annotated[list[float], Field(min_length=1)]
     same: bool
 
 

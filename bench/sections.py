@@ -13,6 +13,7 @@ def table_blocks(report: Report, table: Table) -> list[Block]:
         Heading(report.name(table)),
         _published(table),
         _costs(table, slots + 1),
+        *_noise(table),
         Lines(table.verdict),
         Heading("Decode-only and end-to-end speeds, with 95% intervals", 3),
         _paces(table),
@@ -67,6 +68,20 @@ def _costs(table: Table, verify_width: int) -> Grid:
             for group in table.groups
         ],
     )
+
+
+def _noise(table: Table) -> list[Block]:
+    overheads = [group.costs.overhead or 0.0 for group in table.groups]
+    if min(overheads) >= 0:
+        return []
+    return [
+        Lines(
+            [
+                "A loop overhead below 0 is within noise: the loop costs next to "
+                "nothing beyond its verify and draft, which took longer alone."
+            ]
+        )
+    ]
 
 
 def _paces(table: Table) -> Grid:

@@ -3,9 +3,11 @@
 from typing import Any
 
 from .blocks import Block, Grid, Heading, Lines, as_markdown, as_text
+from .estimates import LEAST_VALUES
 from .record import ModelFacts
-from .report import Report, report_from
+from .report import Report
 from .results import Group, Table
+from .saved import report_from
 from .sections import number, table_blocks
 from .verdict import mode_name
 
@@ -13,7 +15,8 @@ DEFINITIONS = [
     "plain, spec tok/s: decode only, without the prompt and the token it gives; for "
     "each prompt the mean of its runs, then the median over prompts.",
     "speedup: for each prompt plain over speculative seconds a token, then the median "
-    "over prompts; in brackets a bootstrap 95% interval over prompts.",
+    "over prompts; in brackets a bootstrap 95% interval over prompts, from "
+    f"{LEAST_VALUES} of them on.",
     "end to end: the same with the prompt's time and all tokens.",
     "acceptance length (AL): tokens emitted per cycle, the target's own bonus token "
     "counted; 1.0 means that nothing was accepted.",

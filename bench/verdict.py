@@ -16,19 +16,25 @@ ADVICE = {
 
 
 def judge(overall: Group, no_headline: str | None, verify_width: int) -> list[str]:
-    """Whether speculation pays, and if it does not, why."""
+    """Whether speculation pays, and if it does not, why.
+
+    Args:
+        overall: With speeds only as a headline, whose speedup has an interval.
+    """
     sentences = [f"no headline: {no_headline}"] if no_headline else []
-    speeds, length = overall.speeds, overall.acceptance.length
-    if speeds is not None and length is not None:
-        sentences.append(_pays(overall))
-    if length is None:
+    counts, speeds = overall.acceptance, overall.speeds
+    if counts.cycles == 0:
         return [*sentences, "no cycle was run: every generation had one token"]
-    first = overall.acceptance.slots[0].cumulative
-    if overall.acceptance.accepted == 0:
+    if counts.drafted == 0:
+        return [*sentences, "nothing was drafted: the runs were too short for it (-m)"]
+    if speeds is not None and speeds.break_even is not None:
+        sentences.append(_pays(overall))
+    first = counts.slots[0].cumulative
+    if counts.accepted == 0:
         sentences.append("nothing was accepted: " + _causes())
     elif first is not None and first < LOW_ACCEPTANCE:
         sentences.append(f"low acceptance, {first:.1%} of first tokens: " + _causes())
-    elif speeds is not None and speeds.decode.speedup.low <= 1:
+    elif _costs_too_much(overall):
         sentences.append(_too_expensive(overall, verify_width))
     return sentences
 
@@ -42,15 +48,15 @@ def _pays(overall: Group) -> str:
     )
     if speedup.low > 1:
         return f"speculation pays here: {_interval(speedup)}, {lengths}"
-    predicted = f"predicted from the costs {speeds.projected:.2f}x"
+    if speeds.projected is not None:
+        lengths += f"; predicted from the costs {speeds.projected:.2f}x"
     if speedup.high < 1:
         return (
-            f"speculation does not pay here: measured {_interval(speedup)}, "
-            f"{lengths}; {predicted}"
+            f"speculation does not pay here: measured {_interval(speedup)}, {lengths}"
         )
     return (
         f"undecided whether speculation pays here: measured {_interval(speedup)}, "
-        f"which includes 1; {lengths}; {predicted}"
+        f"which includes 1; {lengths}"
     )
 
 
@@ -61,20 +67,34 @@ def _causes() -> str:
     )
 
 
+def _costs_too_much(overall: Group) -> bool:
+    """Speculation does not surely pay, and the parts of its cycles say why."""
+    speeds, counts = overall.speeds, overall.acceptance
+    if speeds is None or speeds.break_even is None or counts.curtailed:
+        return False
+    return speeds.decode.speedup.low <= 1 and counts.length < speeds.break_even
+
+
 def _too_expensive(overall: Group, verify_width: int) -> str:
-    """Which part of a cycle costs most beyond the one plain step it replaces."""
-    costs = overall.costs
+    """Which part of a cycle costs most beyond the one plain step it replaces.
+
+    The parts add up to the break-even; the loop is what verify and draft leave of it.
+    """
+    speeds, costs = overall.speeds, overall.costs
     steps = {
-        "verify": costs.verify / costs.decode,
-        "draft": costs.draft / costs.decode,
-        "loop": costs.overhead / costs.decode,
+        "verify": round(costs.verify / speeds.step, 2),
+        "draft": round(costs.draft / speeds.step, 2),
     }
+    steps["loop"] = round(round(speeds.break_even, 2) - sum(steps.values()), 2)
     worst = max(steps, key=lambda part: steps[part] - (part == "verify"))
+    loop = f"{'less' if steps['loop'] < 0 else 'the loop'} {abs(steps['loop']):.2f}"
+    if steps["loop"] < 0:
+        loop += " that is within noise"
     return (
         f"{worst} too expensive: {overall.acceptance.length:.2f} tokens a cycle do not "
-        f"make up for it; in plain steps a verify of {verify_width} rows costs "
-        f"{steps['verify']:.2f}, the draft {steps['draft']:.2f}, the loop "
-        f"{steps['loop']:.2f}; {ADVICE[worst]}"
+        f"make up for it; of the {speeds.break_even:.2f} plain steps that a cycle "
+        f"takes, a verify of {verify_width} rows costs {steps['verify']:.2f}, the "
+        f"draft {steps['draft']:.2f}, {loop}; {ADVICE[worst]}"
     )
 
 
@@ -125,6 +145,13 @@ def warnings(
 
 def _doubts(table: Table) -> list[str]:
     found, lossless = [], table.overall.lossless
+    short = [group.name for group in table.groups if group.acceptance.curtailed]
+    if short:
+        found.append(
+            f"no proj and no loop overhead for {', '.join(short)}: most cycles drafted "
+            "less than half of what verify and draft were measured with, the runs were "
+            "too short (-m)"
+        )
     if lossless.differences:
         found.append(
             "outputs that differ from plain decoding by more than a near tie: "

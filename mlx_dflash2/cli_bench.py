@@ -184,7 +184,7 @@ def compare(first: str, second: str) -> None:
     type=click.IntRange(2),
     default=64,
     show_default=True,
-    help="Tokens the loop emits in a trial.",
+    help="Tokens the loop emits in a trial; two more than a cycle drafts, or more.",
 )
 @click.option(
     "--num-trials", "-n", type=click.IntRange(1), default=5, show_default=True

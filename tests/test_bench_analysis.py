@@ -18,7 +18,7 @@ from bench_records import (
 from mlx_dflash2.bench.acceptance import acceptance, coverage
 from mlx_dflash2.bench.analysis import analyse
 from mlx_dflash2.bench.record import Arm, Costs, Coverage, Drift, SampledTest
-from mlx_dflash2.bench.report import report_from
+from mlx_dflash2.bench.saved import report_from
 from mlx_dflash2.stats import AcceptanceStats
 
 EIGHT_TOKENS = [(3, 3, 4), (3, 0, 1), (3, 1, 2)]  # in three cycles, 7 of 8 tokens
@@ -321,6 +321,29 @@ def test_draft_or_loop_may_be_what_costs(part, costs, cycle_ms):
     assert table.verdict[1].startswith(f"{part} too expensive")
 
 
+def test_parts_of_a_cycle_that_is_too_expensive_add_up_to_the_break_even():
+    # Decoding alone took 9.1 ms, in the loop 10; the loop took less than its parts.
+    costs = Costs(100, 9.1, 21.234, 4.567)
+    table = only_table(make_record(prompts(4, cycle_ms=25.5, costs=costs)))
+    assert table.overall.speeds.break_even == pytest.approx(2.55)
+    assert (
+        "of the 2.55 plain steps that a cycle takes, a verify of 4 rows costs 2.12, "
+        "the draft 0.46, less 0.03 that is within noise;" in table.verdict[1]
+    )
+
+
+def test_costs_are_not_to_blame_where_the_break_even_was_reached():
+    # Three prompts of two tokens a cycle lose; one long prompt of four tokens a cycle
+    # lifts the ratio of sums above the break-even of 2.4.
+    losing = [Outcome([(3, 1, 2)] * 4, cycle_ms=24.0)]
+    made = [one_prompt(f"p{n}", "coding", losing) for n in range(3)]
+    made.append(one_prompt("q", "coding", [Outcome([(3, 3, 4)] * 90, cycle_ms=24.0)]))
+    table = only_table(make_record(made))
+    assert table.overall.acceptance.length > table.overall.speeds.break_even
+    (sentence,) = table.verdict
+    assert sentence.startswith("undecided")
+
+
 def test_verdict_is_undecided_where_the_interval_includes_one():
     made = [
         one_prompt(f"p{ms}", "coding", [Outcome(EIGHT_TOKENS, cycle_ms=ms)])
@@ -334,6 +357,37 @@ def test_drafter_that_is_always_wrong_is_told():
     assert table.overall.acceptance.length == 1.0
     assert table.verdict[0].startswith("speculation does not pay here: measured 0.50x")
     assert table.verdict[1].startswith("nothing was accepted: the drafter may belong")
+
+
+def test_runs_too_short_to_draft_are_not_blamed_on_the_drafter():
+    results = analyse(make_record(prompts(4, cycles=[(0, 0, 1)], cycle_ms=20)))
+    (table,) = results.tables
+    assert table.verdict == ["nothing was drafted: the runs were too short for it (-m)"]
+    assert table.overall.speeds.projected is table.overall.costs.overhead is None
+
+
+@pytest.mark.parametrize(("whole", "projected"), [(3, True), (1, False)])
+def test_nothing_is_projected_from_blocks_that_were_seldom_drafted(whole, projected):
+    cycles = [(3, 1, 2)] * whole + [(1, 1, 2), (0, 0, 1)]
+    results = analyse(make_record(prompts(4, cycles=cycles, cycle_ms=22)))
+    overall = results.tables[0].overall
+    assert (overall.speeds.projected is not None) is projected
+    assert (overall.costs.overhead is not None) is projected
+    assert overall.speeds.break_even == pytest.approx(2.2)
+    said = [text for text in results.warnings if "no proj and no loop overhead" in text]
+    assert ["for coding, overall: most cycles" in text for text in said] == (
+        [] if projected else [True]
+    )
+    sentences = " ".join(results.tables[0].verdict)
+    assert ("predicted from the costs" in sentences) is projected
+    assert ("too expensive" in sentences) is projected
+
+
+def test_fewer_than_four_prompts_give_no_interval():
+    table = only_table(make_record([*prompts(4), *prompts(3, "math")]))
+    coding, math_speeds = (group.speeds.decode.speedup for group in table.domains)
+    assert (coding.low is None, math_speeds.low is None) == (False, True)
+    assert math_speeds.median == pytest.approx(coding.median)
 
 
 def test_low_acceptance_names_likely_causes_also_without_a_headline():

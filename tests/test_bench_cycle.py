@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import shutil
+from dataclasses import replace
 from statistics import median
 
 import pytest
@@ -146,9 +148,9 @@ def synthetic(**more):
     trials = [
         dict.fromkeys(BOTH, 4.0)
         | {"prefill": 1234.5, "forward_8": 6.0 + i, "ratio_8": 1.5 + i / 4}
-        for i in range(3)
+        for i in range(5)
     ]
-    plan = Plan((128,), trials=3, num_draft_tokens=7)
+    plan = Plan((128,), trials=5, num_draft_tokens=7)
     measured = [Measured(128, 160, 5_000_000, 7_000_000, trials)]
     named = {"model": "t", "revision": None, "draft_model": "d"}
     return CycleReport({"machine": "m"}, named | more, plan, measured)
@@ -159,7 +161,7 @@ def test_the_table_shows_medians_intervals_and_ratios():
     assert lines[:2] == ["model: t", "draft model: d"]
     assert "drafted tokens verified per cycle: 7" in lines
     title = "target forward, 8 rows".ljust(len("prefill with the drafter (tokens/s)"))
-    assert f"{title}  7.00 [6.00, 8.00] 1.75x" in lines
+    assert f"{title}  8.00 [6.00, 10.0] 2.00x" in lines
     cells = {line[: len(title)].strip(): line[len(title) :].strip() for line in lines}
     assert cells["target forward, 1 row"] == "4.00 [4.00, 4.00] 4.00x"
     assert cells["prefill, plain (tokens/s)"] == "1234 [1234, 1234]"
@@ -167,12 +169,41 @@ def test_the_table_shows_medians_intervals_and_ratios():
     assert not any("ratio_" in line for line in lines)
 
 
+@pytest.mark.parametrize(("overhead", "noted"), [(0.1, False), (-0.1, True)])
+def test_parts_that_took_longer_alone_are_noted_as_noise(overhead, noted):
+    report = synthetic()
+    trials = [trial | {"overhead": overhead} for trial in report.measured[0].trials]
+    measured = [replace(report.measured[0], trials=trials)]
+    lines = replace(report, measured=measured).lines()
+    assert (
+        lines[-1].startswith("Below 0 beyond verify and draft is within noise")
+    ) is noted
+
+
+@pytest.mark.parametrize("part", ["target", "drafter"])
+def test_a_prompt_beyond_the_positions_of_a_model_is_refused(pair, tmp_path, part):
+    made = pair(eos="off")
+    named = {"target": made.target, "drafter": made.drafter}
+    folder = tmp_path / part
+    shutil.copytree(named[part], folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["max_position_embeddings"] = 40
+    (folder / "config.json").write_text(json.dumps(config))
+    named[part] = folder
+    asked = "--model", named["target"], "--draft-model", named["drafter"], "-n", 1
+    for lengths, fits in (("8,41", False), ("8,40", True)):
+        result = run("bench", "cycle", *asked, "-p", lengths, "-g", 9)
+        assert (result.exit_code == 0) is fits, result.output
+    refused = run("bench", "cycle", *asked, "-p", "8,41")
+    assert_refused(refused, "max_position_embeddings is 40", "has 41 tokens")
+
+
 def test_the_report_holds_raw_trials_and_their_medians():
     found = json.loads(json.dumps(synthetic().as_dict()))
     assert (found["format"], found["version"]) == ("mlx-dflash2 bench cycle", 1)
     [length] = found["lengths"]
-    assert [trial["forward_8"] for trial in length["trials"]] == [6.0, 7.0, 8.0]
-    assert length["medians"]["forward_8"] == {"median": 7.0, "low": 6.0, "high": 8.0}
+    assert [trial["forward_8"] for trial in length["trials"]] == [6, 7, 8, 9, 10]
+    assert length["medians"]["forward_8"] == {"median": 8.0, "low": 6.0, "high": 10.0}
     assert list(length["medians"]) == BOTH
 
 

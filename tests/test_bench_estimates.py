@@ -5,11 +5,12 @@ import math
 import numpy as np
 import pytest
 
-from mlx_dflash2.bench.estimates import median_interval, same_distribution
+from mlx_dflash2.bench.estimates import Estimate, median_interval, same_distribution
 
 
-def test_one_value_has_no_interval():
-    estimate = median_interval([1.5], seed=0)
+@pytest.mark.parametrize("values", [[1.5], [1.0, 2.0], [3.0, 1.0, 1.5]])
+def test_fewer_than_four_values_have_no_interval(values):
+    estimate = median_interval(values, seed=0)
     assert (estimate.median, estimate.low, estimate.high) == (1.5, None, None)
 
 
@@ -18,11 +19,10 @@ def test_equal_values_have_an_interval_of_no_width():
     assert (estimate.median, estimate.low, estimate.high) == (2.0, 2.0, 2.0)
 
 
-def test_interval_of_three_values_is_their_range():
-    # A resample's median is the least value when two or three of three draws are:
-    # 7 / 27 of them, more than 2.5%.
-    estimate = median_interval([3.0, 1.0, 2.0], seed=0)
-    assert (estimate.median, estimate.low, estimate.high) == (2.0, 1.0, 3.0)
+@pytest.mark.parametrize(("low", "high"), [(None, 2.0), (0.5, None), (1.2, 2.0)])
+def test_an_interval_that_does_not_hold_its_median_is_refused(low, high):
+    with pytest.raises(ValueError, match="interval"):
+        Estimate(1.0, low, high)
 
 
 def test_interval_ends_where_the_exact_bootstrap_distribution_does():

@@ -3,13 +3,19 @@
 import struct
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import matplotlib
 import pytest
 from bench_records import make_record, report_of, sample_record
+from fontTools.fontBuilder import FontBuilder
+from fontTools.pens.ttGlyphPen import TTGlyphPen
+from matplotlib.font_manager import fontManager
 
 from mlx_dflash2.bench import plots
 from mlx_dflash2.bench.analysis import analyse
-from mlx_dflash2.bench.report import report_from
+from mlx_dflash2.bench.fonts import find_fonts
+from mlx_dflash2.bench.saved import report_from
 from mlx_dflash2.errors import DFlash2Error
 
 
@@ -73,6 +79,71 @@ def test_cost_bars_add_up_to_the_cycle(tmp_path):
     assert overhead.get_x() == costs.verify + costs.draft
     assert overhead.get_width() == pytest.approx(costs.overhead)
     assert axes.texts[0].get_text().strip() == "1.53 plain steps"
+
+
+def named(domain):
+    """The sample's prompts, all in one domain."""
+    record = sample_record()
+    prompts = [replace(prompt, domain=domain) for prompt in record.prompts]
+    workload = record.workload | {"domains": {domain: len(prompts)}}
+    return replace(record, prompts=prompts, workload=workload)
+
+
+def font_of(folder, family, characters):
+    """A font file whose glyphs are all the same square."""
+    builder = FontBuilder(1000)
+    builder.setupGlyphOrder([".notdef", "square"])
+    builder.setupCharacterMap({ord(each): "square" for each in characters})
+    pen = TTGlyphPen(None)
+    for step, corner in enumerate([(0, 0), (0, 800), (800, 800), (800, 0)]):
+        (pen.lineTo if step else pen.moveTo)(corner)
+    pen.closePath()
+    square = pen.glyph()
+    builder.setupGlyf({".notdef": square, "square": square})
+    builder.setupHorizontalMetrics({".notdef": (900, 50), "square": (900, 50)})
+    builder.setupHorizontalHeader(ascent=800, descent=-200)
+    builder.setupNameTable({"familyName": family, "styleName": "Regular"})
+    builder.setupOS2()
+    builder.setupPost()
+    path = folder / f"{family}.ttf"
+    builder.save(path)
+    return path
+
+
+@pytest.fixture
+def only_matplotlibs(monkeypatch):
+    """Fonts that come with matplotlib, and what a test adds."""
+    own = Path(matplotlib.get_data_path())
+    fonts = [f for f in fontManager.ttflist if own in Path(f.fname).parents]
+    monkeypatch.setattr(fontManager, "ttflist", fonts)
+
+
+@pytest.mark.parametrize(
+    ("domain", "shown"),
+    [
+        ("编程 é", r"\u7f16\u7a0b é"),
+        ("a\x07\tb\u200d", r"a\x07\tb\u200d"),
+        ("$x^$ costs", "$x^$ costs"),
+    ],
+)
+def test_what_no_font_can_draw_is_escaped_without_a_warning(
+    only_matplotlibs, tmp_path, recwarn, domain, shown
+):
+    fonts = find_fonts([domain])
+    assert (fonts.families, fonts.shown(domain)) == (["DejaVu Sans"], shown)
+    plots.draw(report_of(named(domain)), tmp_path)
+    assert [str(warning.message) for warning in recwarn] == []
+
+
+def test_an_installed_font_draws_what_matplotlibs_cannot(
+    only_matplotlibs, tmp_path, recwarn
+):
+    fontManager.addfont(font_of(tmp_path, "Squares", "编程"))
+    fonts = find_fonts(["编程 a", "学"])
+    assert fonts.families == ["DejaVu Sans", "Squares"]
+    assert fonts.shown("编程 a学") == r"编程 a\u5b66"
+    plots.draw(report_of(named("编程")), tmp_path)
+    assert [str(warning.message) for warning in recwarn] == []
 
 
 def test_missing_matplotlib_is_told_with_the_extra(monkeypatch, tmp_path):

@@ -111,8 +111,13 @@ def test_a_quantized_config_gives_quantized_models(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "parts"),
     [
-        ({"hidden_size": None}, ["cannot build a llama model", "hidden_size"]),
-        ({"num_attention_heads": 0}, ["cannot build a llama model"]),
+        ({"hidden_size": None}, ["hidden_size is missing"]),
+        ({"hidden_size": -64}, ["hidden_size is -64", "at least 1"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers is 0", "at least 1"]),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0", "at least 1"]),
+        ({"head_dim": 1.5}, ["head_dim is 1.5", "a whole number"]),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps is 'x'", "a number"]),
+        ({"rms_norm_eps": 0}, ["cannot build a llama model"]),
         ({"model_type": "qwen3"}, ["only llama-type targets"]),
         ({"dtype": "int8"}, ["dtype is 'int8'", "bfloat16"]),
         ({"quantization": {"bits": 4, "group_size": 16}}, ["cannot build"]),

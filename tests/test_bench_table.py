@@ -69,6 +69,13 @@ def test_definitions_name_acceptance_in_three_ways():
     ]
 
 
+@pytest.mark.parametrize(("cycle_ms", "noted"), [(14.9, True), (15.1, False)])
+def test_loop_overhead_below_zero_is_noted_as_noise(cycle_ms, noted):
+    text = render(report_of(make_record(prompts(4, cycle_ms=cycle_ms))))
+    assert row(text, "cost per cycle")
+    assert ("A loop overhead below 0 is within noise" in text) is noted
+
+
 def test_comparison_is_there_for_several_drafters_only():
     assert "tok/s (AL)" not in render(report_of(make_record(prompts(4))))
     text = render(report_of(sample_record()))

@@ -12,7 +12,7 @@ from .drafters import load_named_drafter, name_drafter
 
 def run_cycle(options: dict[str, Any]) -> int:
     """Measure, print, write; the exit code."""
-    from mlx_dflash2.bench.cycle import Plan, measure_cycle
+    from mlx_dflash2.bench.cycle import Plan, measure_cycle, refuse_long_prompts
     from mlx_dflash2.bench.cycle_report import CycleReport
     from mlx_dflash2.bench.environment import describe_machine
     from mlx_dflash2.bench.files import (
@@ -36,6 +36,7 @@ def run_cycle(options: dict[str, Any]) -> int:
         prefill_step_size=options["prefill_step_size"],
         seed=options["seed"],
     )
+    refuse_long_prompts(target, drafter, plan)
     steps = len(plan.prompt_tokens) * (plan.trials + 1)
     with click.progressbar(length=steps, label="Trials", file=sys.stderr) as bar:
         measured = measure_cycle(target, drafter, plan, tell=lambda: bar.update(1))
