@@ -18,7 +18,7 @@ def train() -> None:
     "--target",
     default=TARGET,
     show_default=True,
-    help="Folder or Hub id of the target.",
+    help="Folder or Hub id of the target, or demo.",
 )
 @click.option("--revision", help="The target's branch, tag or commit.")
 @click.option(
@@ -125,7 +125,9 @@ def run_settings(command):
             help="Any setting, as optimizer.clip=0.5; repeat.",
         ),
         click.option("--preset", help="Where to start from: default or published."),
-        click.option("--model", "--target", help="Folder or Hub id of the target."),
+        click.option(
+            "--model", "--target", help="Folder or Hub id of the target, or demo."
+        ),
         click.option("--revision", help="The target's branch, tag or commit."),
         click.option("--data", help="Folder that `train prepare` wrote."),
         click.option("--out", help="Folder of the run."),
@@ -169,7 +171,7 @@ def run(**options) -> None:
 @train.command()
 @click.argument("subject", metavar="RUN|DRAFTER")
 @click.option("--checkpoint", default="best", show_default=True, help="Or latest, N.")
-@click.option("--model", "--target", help="Folder or Hub id of the target.")
+@click.option("--model", "--target", help="Folder or Hub id of the target, or demo.")
 @click.option("--revision", help="The target's branch, tag or commit.")
 @click.option("--data", help="Folder that `train prepare` wrote.")
 @click.option("--rows", type=int, help="Held-out rows; 0 for all.")

@@ -5,12 +5,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_dflash2.checkpoint import find_source
 from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.data.rows import MANIFEST
 from mlx_dflash2.data.units import TRAIN
 from mlx_dflash2.names import expected_shapes
+from mlx_dflash2.sources import find_target
 
 from .config import Batch, TrainConfig
 from .geometry import new_drafter, read_geometry
@@ -35,7 +35,7 @@ def plan(config: TrainConfig, precision: str) -> list[str]:
         DFlash2Error: Target, warm start or settings do not fit.
     """
     config.need("target")
-    source = find_source(
+    source = find_target(
         config.target,
         revision=config.revision,
         offline=config.offline,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mlx_dflash2 import __version__
-from mlx_dflash2.checkpoint import TARGET_FILES, Source, find_source
+from mlx_dflash2.checkpoint import Source
 from mlx_dflash2.config import DrafterConfig, check_fit
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.data.rows import Row, RowSet
@@ -16,6 +16,7 @@ from mlx_dflash2.data.target_text import load_target_text
 from mlx_dflash2.data.units import HELD_OUT, TRAIN
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.pairs import fingerprint
+from mlx_dflash2.sources import find_target
 
 from ..loading import load_target
 from ..target import Target
@@ -73,7 +74,7 @@ def make_setup(
         DFlash2Error: Something is missing, or does not fit the rest.
     """
     config.need("target", "data", "out")
-    source = find_target(config)
+    source = target_source(config)
     raw = read_json(source.folder / "config.json")
     drafter = drafter or new_drafter(inherited(config.drafter, parent), raw)
     config.objective.check(read_geometry(drafter))
@@ -114,14 +115,9 @@ def _check_fit(geometry: DrafterConfig, target: Target, source: Source) -> None:
     )
 
 
-def find_target(config: TrainConfig) -> Source:
+def target_source(config: TrainConfig) -> Source:
     """The target's files."""
-    return find_source(
-        config.target,
-        revision=config.revision,
-        offline=config.offline,
-        files=TARGET_FILES,
-    )
+    return find_target(config.target, revision=config.revision, offline=config.offline)
 
 
 def inherited(shape: Shape, parent: Parent | None) -> Shape:
