@@ -131,6 +131,12 @@ def run_settings(command):
         click.option("--revision", help="The target's branch, tag or commit."),
         click.option("--data", help="Folder that `train prepare` wrote."),
         click.option("--out", help="Folder of the run."),
+        click.option(
+            "--cache-features",
+            is_flag=True,
+            default=None,
+            help="Run the target on each row once; for small data.",
+        ),
         click.option("--warm-start", help="A drafter to start from, of any family."),
         click.option("--family", help="dflash2, dflash or dspark."),
         click.option("--layers", type=int, help="Of the drafter."),
