@@ -168,19 +168,21 @@ def test_a_path_is_always_the_folder(built_in, asked):
 
 
 @pytest.mark.parametrize("flag", ["--revision", "--draft-revision"])
-def test_a_revision_of_the_demo_pair_is_refused(built_in, flag):
+def test_a_revision_of_the_demo_pair_is_refused(built_in, asked, flag):
     result = run("generate", "a", "--model", "demo", flag, "v1")
     assert result.exit_code == 2
     last = result.stderr.splitlines()[-1]
     assert "demo: the demo pair has no revisions; leave out revision 'v1'" in last
+    assert asked == []
 
 
-def test_a_package_without_the_drafter_says_so(built_in, monkeypatch, tmp_path):
+def test_a_package_without_the_drafter_says_so(built_in, asked, monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "DRAFTER", tmp_path / "not_there")
     result = run("generate", "a", "--model", "demo")
     last = result.stderr.splitlines()[-1]
     assert result.exit_code == 2 and last.startswith(f"Error: {tmp_path}/not_there: ")
     assert "install the package again" in last
+    assert asked == []
 
 
 def test_no_other_spelling_means_the_demo_pair(built_in, asked):
