@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mlx_dflash2.checkpoint import Source, find_source
+from mlx_dflash2.checkpoint import Source
+from mlx_dflash2.sources import find_drafter
 
 from .folders import Report
 from .stored import StoredDrafter, parts, read_drafter
@@ -77,7 +78,7 @@ def check(
     if isinstance(report_or_source, Report):
         source = read_drafter(report_or_source.source)
     else:
-        source = read_drafter(find_source(report_or_source))
+        source = read_drafter(find_drafter(report_or_source))
     written = read_drafter(Source(Path(destination), os.fspath(destination)))
     if isinstance(report_or_source, Report):
         recipe = report_or_source.recipe

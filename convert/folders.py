@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from mlx_dflash2.checkpoint import (
     EVERY_FILE,
     Source,
-    find_source,
     new_folder,
     refuse_existing,
 )
 from mlx_dflash2.config_reader import CODE_KEYS
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.names import quantizable
+from mlx_dflash2.sources import find_drafter
 
 from .settings import published_config
 from .sidecars import copy_sidecars, left_behind
@@ -161,7 +161,7 @@ def _convert(
     except RuntimeError as error:  # no such ~user
         raise DFlash2Error(f"{destination}: {error}") from None
     refuse_existing(folder)
-    found = find_source(source, revision=revision, offline=offline, files=EVERY_FILE)
+    found = find_drafter(source, revision=revision, offline=offline, files=EVERY_FILE)
     if folder.resolve().is_relative_to(found.folder.resolve()):
         raise DFlash2Error(
             f"{destination}: lies inside the source {found.name}; choose a folder "

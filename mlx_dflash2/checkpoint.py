@@ -269,6 +269,16 @@ def refuse_existing(destination: Path) -> None:
         )
 
 
+def _make_readable(folder: Path) -> None:
+    """Let whoever may read the folder read its files.
+
+    safetensors makes files that only their owner may read.
+    """
+    for file in folder.iterdir():
+        if file.is_file() and not file.is_symlink():
+            file.chmod(folder.stat().st_mode & 0o666)
+
+
 @contextlib.contextmanager
 def new_folder(destination: Path) -> Iterator[Path]:
     """A folder to write into that takes its final name only when all is written.
@@ -289,6 +299,7 @@ def new_folder(destination: Path) -> Iterator[Path]:
         ) from None
     try:
         yield partial
+        _make_readable(partial)
         refuse_existing(destination)
         partial.rename(destination)
     except BaseException:

@@ -70,14 +70,14 @@ def pair_options(drafter: str | None = "auto") -> Callable[[Command], Command]:
     Args:
         drafter: The default; None for a command that works without one.
     """
-    named = "Folder or Hub id; auto takes the strongest published for the target."
+    named = "Folder, Hub id or demo; auto takes the strongest known for the target."
     options = [
         click.option(
             "--model",
             "--target",
             default=TARGET,
             show_default=True,
-            help="Folder or Hub id of the target.",
+            help="Folder or Hub id of the target, or demo.",
         ),
         click.option(
             "--draft-model",

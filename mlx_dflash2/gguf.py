@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import mlx.core as mx
+import numpy as np
+from safetensors.numpy import save_file
 
 GROUP = 32  # values per group of a Q4 or Q8 tensor
 CONTROL = 3  # the token type of special tokens
@@ -22,17 +24,14 @@ PARTS = {
 }
 
 
-def write_model(
-    gguf: Path, out: Path, *, dtype: str = "float32", quantized: bool = False
-) -> None:
-    """Unpack a GGUF file into the existing folder `out`.
+def write_model(gguf: Path, out: Path, *, quantized: bool = False) -> None:
+    """Unpack a GGUF file into the existing folder `out`, its floats in float32.
 
     Args:
-        dtype: Of the written floats.
         quantized: Keep the file's own groups as an MLX quantized checkpoint.
     """
     stored, meta = mx.load(str(gguf), return_metadata=True)
-    config = _config(meta) | {"dtype": dtype}
+    config = _config(meta) | {"dtype": "float32"}
     tensors, bits = {}, {}
     for stem in sorted({name.rsplit(".", 1)[0] for name in stored}):
         name = published_stem(stem)
@@ -44,15 +43,13 @@ def write_model(
         tensors |= {f"{name}.{suffix}": part for suffix, part in parts.items()}
     if quantized:
         config["quantization"] = _quantization(bits)
-    floats = getattr(mx, dtype)
-    mx.save_safetensors(
-        str(out / "model.safetensors"),
-        {
-            n: t if t.dtype == mx.uint32 else t.astype(floats)
-            for n, t in tensors.items()
-        },
-        metadata={"format": "mlx" if quantized else "pt"},
-    )
+    arrays = {
+        n: np.asarray(t if t.dtype == mx.uint32 else t.astype(mx.float32))
+        for n, t in tensors.items()
+    }
+    form = "mlx" if quantized else "pt"
+    # MLX would write them in an order that is another on macOS than on Linux.
+    save_file(arrays, out / "model.safetensors", metadata={"format": form})
     special = {name: config[name] for name in ("bos_token_id", "eos_token_id")}
     for name, content in (("config", config), ("generation_config", special)):
         text = json.dumps(content, indent=1) + "\n"

@@ -10,19 +10,14 @@ import mlx.nn as nn
 from mlx_lm.models import llama
 from mlx_lm.utils import load_model
 
-from .checkpoint import (
-    TARGET_FILES,
-    Source,
-    StoredTensor,
-    find_source,
-    stored_tensors,
-)
+from .checkpoint import Source, StoredTensor, stored_tensors
 from .config import DrafterConfig, check_fit
 from .config_reader import read_json, warn_of_code
 from .drafter import Drafter
 from .errors import DFlash2Error
 from .families import read_drafter_config
 from .names import check_tensors, published_names, quantizable
+from .sources import find_drafter, find_target
 from .target import Target
 from .target_files import read_target_config, read_tokenizer
 
@@ -33,7 +28,8 @@ def load_target(
     """Load an mlx-lm llama model and its tokenizer.
 
     Args:
-        path_or_repo: A folder or a Hub repository, quantized by mlx-lm or not.
+        path_or_repo: A folder or a Hub repository, quantized by mlx-lm or not; or
+            `demo`.
         revision: Branch, tag or commit of a repository.
         offline: Use the local Hub cache only.
 
@@ -44,9 +40,7 @@ def load_target(
         DFlash2Error: It cannot be found, is not a llama model, is incomplete, or its
             cache cannot be rolled back.
     """
-    source = find_source(
-        path_or_repo, revision=revision, offline=offline, files=TARGET_FILES
-    )
+    source = find_target(path_or_repo, revision=revision, offline=offline)
     config = read_target_config(source)
     model, config = _load_model(source, config)
     _check_target(model, config, source)
@@ -116,7 +110,7 @@ def load_drafter(
     which the target's largest activations overflow, computes in float32.
 
     Args:
-        path_or_repo: A folder or a Hub repository, in any known spelling.
+        path_or_repo: A folder or a Hub repository, in any known spelling; or `demo`.
         bits: Quantize the backbone's linear layers to 4 or 8 bits (groups of 64).
         kind: The family that is expected, such as "dspark"; another is refused.
 
@@ -124,7 +118,7 @@ def load_drafter(
         DFlash2Error: It cannot be found, is of no known family or not of the expected
             one, is incomplete, or does not fit the target.
     """
-    source = find_source(path_or_repo, revision=revision, offline=offline)
+    source = find_drafter(path_or_repo, revision=revision, offline=offline)
     path = source.folder / "config.json"
     warn_of_code(read_json(path), path)
     stored = stored_tensors(source.folder)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from .checkpoint import stored_tensors
 from .config_reader import read_json
+from .demo import DEMO, MODEL, is_demo
 from .errors import DFlash2Error
 
 SAMPLE = 4096  # bytes read from the middle of a weight file for a fingerprint
@@ -14,9 +15,10 @@ SAMPLE = 4096  # bytes read from the middle of a weight file for a fingerprint
 
 @dataclass(frozen=True)
 class PublishedPair:
-    """A drafter on the Hub. What is not known is None, never guessed.
+    """A drafter on the Hub, or the built-in one. What is not known is None.
 
     Attributes:
+        about: What a name that is no repository stands for.
         revisions: Branches worth knowing; the first is the default.
         terms: What to know before use, beyond the licence's name.
         acceptance_length: As its card states it, with the machine in `measured_on`.
@@ -26,6 +28,7 @@ class PublishedPair:
     target: str
     drafter: str
     kind: str
+    about: str | None = None
     revisions: tuple[str, ...] = ("main",)
     licence: str | None = None
     terms: str | None = None
@@ -55,6 +58,15 @@ PAIRS = (  # of one target the strongest first
         revisions=("main", "v5"),
         terms="research and non-commercial use: its training data has terms of its own",
     ),
+    PublishedPair(
+        target=DEMO,
+        drafter=DEMO,
+        kind="dflash2",
+        about=f"{MODEL} in float32, and a drafter that comes with this package",
+        revisions=(),
+        licence="Apache-2.0",
+        target_fingerprints=("307c17a58e97930e",),
+    ),
 )
 
 
@@ -64,9 +76,9 @@ def published_drafter(name: str) -> PublishedPair | None:
 
 
 def drafter_for(target: str, kind: str | None = None) -> PublishedPair:
-    """The strongest published drafter of a target, a repository or a local folder.
+    """The strongest published drafter of a target, by its name or its folder.
 
-    A repository is matched by its full name, a local folder by where the Hub's cache
+    A repository and `demo` are matched by name, a local folder by where the Hub's cache
     put it or by its fingerprint: the RL, SFT and base variants of a model have the same
     shape, and a folder's name proves nothing.
 
@@ -76,8 +88,9 @@ def drafter_for(target: str, kind: str | None = None) -> PublishedPair:
     Raises:
         DFlash2Error: None is known for this target.
     """
-    folder = Path(target).expanduser()
-    repository = cached_repository(folder) if folder.is_dir() else target
+    folder, repository = Path(target).expanduser(), target
+    if not is_demo(target) and folder.is_dir():
+        repository = cached_repository(folder)
     wanted = [pair for pair in PAIRS if kind in (None, pair.kind)]
     for pair in wanted:
         if pair.target == repository:

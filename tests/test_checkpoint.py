@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from fake_hub import FakeHub
 from pair_files import write_safetensors
+from safetensors.numpy import save_file
 
 from mlx_dflash2.checkpoint import (
     DRAFTER_FILES,
@@ -427,6 +428,16 @@ def test_a_new_folder_appears_whole(tmp_path):
         assert not destination.exists()
     assert [file.name for file in destination.iterdir()] == ["config.json"]
     assert [entry.name for entry in destination.parent.iterdir()] == ["out"]
+
+
+def test_who_may_read_a_new_folder_may_read_its_files(tmp_path):
+    destination = tmp_path / "out"
+    with new_folder(destination) as partial:
+        partial.chmod(0o750)
+        save_file({"a": np.zeros(2)}, partial / "model.safetensors")
+        (partial / "within").mkdir()
+    assert (destination / "model.safetensors").stat().st_mode & 0o777 == 0o640
+    assert (destination / "within").is_dir()
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

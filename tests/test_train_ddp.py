@@ -19,7 +19,7 @@ from mlx_dflash2.torch.train.start import find_saved  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 MODULE = ["-m", "mlx_dflash2.torch.train", "run"]
-ROWS = {"batch__rows_at_once": 1}
+ROWS = {"batch__rows_at_once": 1, "cache_features": True}
 
 
 @pytest.fixture(scope="module")

@@ -169,7 +169,8 @@ def test_an_overfitted_drafter_drafts_in_mlx_what_it_learned(pair, tmp_path):
     models = pair("oracle", eos="off")
     decoded = [(p, each.tokens) for p, each in answers(models, 3, tokens=33)]
     rows = [row_of(prompt, answer) for prompt, answer in decoded]
-    tiny = Trainable(models, write_data(tmp_path / "data", models, rows, rows))
+    data = write_data(tmp_path / "data", models.target, rows, rows)
+    tiny = Trainable(models, data)
     code = tiny.run(
         tmp_path / "run",
         steps=90,

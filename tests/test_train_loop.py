@@ -215,9 +215,9 @@ def feed_of(tiny, world=None, anneal=None, **settings):
 def firsts(parts):
     """What a step is made of: the tokens and anchors of each of its rows."""
     return [
-        (batch.tokens[i].tolist(), blocks.anchors[i].tolist())
-        for batch, blocks in parts
-        for i in range(len(batch.tokens))
+        (part.batch.tokens[i].tolist(), part.blocks.anchors[i].tolist())
+        for part in parts
+        for i in range(len(part.batch.tokens))
     ]
 
 

@@ -131,3 +131,19 @@ def test_a_plan_needs_no_weights_and_no_data(tmp_path):
         "fits into a GPU of 16 GB",
     ):
         assert part in text
+
+
+def test_a_plan_says_what_cached_features_take(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(MINICPM5))
+    (tmp_path / "train").mkdir()
+    counts = {"rows": 9, "tokens": 100_000, "supervised": 7}
+    (tmp_path / "train/manifest.json").write_text(json.dumps(counts))
+    flags = {"target": str(tmp_path), "drafter.mask_token_id": 75982}
+    flags |= {"cache_features": True, "data": str(tmp_path)}
+    for changes, line in (
+        ({}, "cached features: 20480 bytes a token, 2.05 GB"),
+        ({"objective.kl": 1.0}, "cached features: 24576 bytes a token, 2.46 GB"),
+        ({"anneal_data": str(tmp_path)}, "20480 bytes a token, 4.10 GB"),
+    ):
+        text = "\n".join(plan(read_config(flags=flags | changes), "fp16"))
+        assert line in text

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from mlx_dflash2.errors import DFlash2Error  # noqa: E402
-from mlx_dflash2.torch.train.precision import Precision, check_taps  # noqa: E402
+from mlx_dflash2.torch.train.precision import Precision, check_finite  # noqa: E402
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -60,10 +60,11 @@ def test_large_taps_are_scaled_for_fp16_alone():
 def test_an_infinite_tap_is_named_with_the_largest_value():
     features = torch.ones(3, 8, dtype=torch.float16)
     features[1, 6] = 900.0
-    assert check_taps(features, (1, 7)) == 900.0
+    names = ["tap 1", "tap 7"]
+    assert check_finite(features, names, cure="do") == 900.0
     features[2, 5] = float("inf")
-    with pytest.raises(DFlash2Error, match=r"tap 7: .*float16 .*value 900\); use"):
-        check_taps(features, (1, 7))
+    with pytest.raises(DFlash2Error, match=r"tap 7: .*float16 .*value 900\); do"):
+        check_finite(features, names, cure="do")
     features[2, 5] = float("nan")
     with pytest.raises(DFlash2Error, match="tap 7"):
-        check_taps(features, (1, 7))
+        check_finite(features, names, cure="do")

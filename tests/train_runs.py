@@ -63,9 +63,11 @@ def row_of(prompt: list[int], answer: tuple[int, ...]) -> Row:
     return Row(tokens, supervised, np.zeros(len(tokens), np.int32))
 
 
-def write_data(folder: Path, pair: Pair, rows: list[Row], held_out: list[Row]) -> Path:
+def write_data(
+    folder: Path, target: Path, rows: list[Row], held_out: list[Row]
+) -> Path:
     """A folder as `train prepare` leaves it."""
-    facts = {"target": load_target_text(str(pair.target)).facts}
+    facts = {"target": load_target_text(str(target)).facts}
     facts |= {"enable_thinking": None, "sources": []}
     folder.mkdir()
     write_rows(folder / "train", rows, facts)
@@ -102,7 +104,7 @@ def trainable(
 ) -> Trainable:
     """Greedy answers of the target; the last two are held out."""
     made = [row_of(p, each.tokens) for p, each in answers(pair, rows, tokens=tokens)]
-    return Trainable(pair, write_data(folder, pair, made[:-2], made[-2:]))
+    return Trainable(pair, write_data(folder, pair.target, made[:-2], made[-2:]))
 
 
 def metrics_of(run: Path) -> list[dict]:

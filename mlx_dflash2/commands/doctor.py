@@ -66,19 +66,19 @@ def examine_pair(options: dict[str, Any], machine: dict[str, Any]) -> dict[str, 
     Raises:
         DFlash2Error: The pair cannot run.
     """
-    from ..checkpoint import TARGET_FILES, find_source
     from ..health import needed_memory, row_costs
     from ..loading import load_target
     from ..probe import diagnose
+    from ..sources import find_drafter, find_target
     from ..text import encode_prompt
 
     name_drafter(options)
     offline = options["offline"]
     folders = [
-        find_source(name, revision=revision, offline=offline, **files).folder
-        for name, revision, files in (
-            (options["model"], options["revision"], {"files": TARGET_FILES}),
-            (options["draft_model"], options["draft_revision"], {}),
+        find(name, revision=revision, offline=offline).folder
+        for find, name, revision in (
+            (find_target, options["model"], options["revision"]),
+            (find_drafter, options["draft_model"], options["draft_revision"]),
         )
     ]
     needed = needed_memory(*folders)

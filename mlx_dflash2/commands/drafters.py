@@ -5,8 +5,10 @@ from typing import Any
 
 import click
 
+from ..demo import is_demo
 from ..errors import DFlash2Error
 from ..pairs import drafter_for, published_drafter
+from ..sources import find_drafter
 
 AUTO = "auto"
 
@@ -30,6 +32,8 @@ def name_drafter(options: dict[str, Any]) -> None:
         options["draft_model"], options["draft_kind"] = pair.drafter, pair.kind
         click.echo(f"Drafter: {pair.drafter} ({pair.kind}) for {pair.target}", err=True)
     print_terms(options["draft_model"])
+    if is_demo(options["draft_model"]):  # refused before its target is unpacked
+        find_drafter(options["draft_model"], revision=options["draft_revision"])
 
 
 def load_named_drafter(options: dict[str, Any], target):

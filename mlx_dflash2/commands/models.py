@@ -15,6 +15,7 @@ def run_models(as_json: bool) -> int:
     for pair in PAIRS:
         click.echo(f"{pair.target}\n  {pair.drafter}  ({pair.kind})")
         facts = {
+            "about": pair.about,
             "revisions": ", ".join(pair.revisions),
             "licence": pair.licence,
             "terms": pair.terms,

@@ -4,9 +4,9 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any
 
-from mlx_dflash2.checkpoint import find_source
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.errors import DFlash2Error
+from mlx_dflash2.sources import find_target
 from mlx_dflash2.tokenizer_files import CONFIG, read_as_stored
 
 TEXT_FILES = ("*.json", "*.txt", "*.model", "*.jinja")  # of a target, no weights
@@ -37,7 +37,7 @@ def load_target_text(
     """
     from transformers import AutoTokenizer
 
-    source = find_source(
+    source = find_target(
         path_or_repo, revision=revision, offline=offline, files=TEXT_FILES
     )
     config = read_json(source.folder / CONFIG)

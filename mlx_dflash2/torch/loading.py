@@ -5,19 +5,13 @@ import os
 import torch
 from torch import Tensor
 
-from mlx_dflash2.checkpoint import (
-    DRAFTER_FILES,
-    TARGET_FILES,
-    Source,
-    StoredTensor,
-    find_source,
-    stored_tensors,
-)
+from mlx_dflash2.checkpoint import Source, StoredTensor, stored_tensors
 from mlx_dflash2.config import DrafterConfig, check_fit
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import BORROWED, check_tensors, published_names
+from mlx_dflash2.sources import find_drafter, find_target
 
 from .drafter import Drafter
 from .target import Target
@@ -38,7 +32,7 @@ def load_drafter(
     """Load a drafter of any family from a folder or the Hub; its tensors tell which.
 
     Args:
-        path_or_repo: A folder, or a Hub repository.
+        path_or_repo: A folder, a Hub repository, or `demo`.
         target: If given, the drafter must fit it.
         revision: Branch, tag or commit of a repository.
         offline: Use the local Hub cache only.
@@ -51,9 +45,7 @@ def load_drafter(
         DFlash2Error: The folder does not hold a drafter, not one of the expected
             family, or not one that fits the target.
     """
-    source = find_source(
-        path_or_repo, revision=revision, offline=offline, files=DRAFTER_FILES
-    )
+    source = find_drafter(path_or_repo, revision=revision, offline=offline)
     config = read_drafter_config(source.folder, kind=kind)
     if config.quantization is not None:
         raise DFlash2Error(
@@ -95,7 +87,7 @@ def load_target(
     """Load a llama target from a folder or the Hub, without running code of its own.
 
     Args:
-        path_or_repo: A folder, or a Hub repository.
+        path_or_repo: A folder, a Hub repository, or `demo`.
         revision: Branch, tag or commit of a repository.
         offline: Use the local Hub cache only.
         dtype: None keeps the stored one; float32 where the file mixes several.
@@ -107,9 +99,7 @@ def load_target(
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    source = find_source(
-        path_or_repo, revision=revision, offline=offline, files=TARGET_FILES
-    )
+    source = find_target(path_or_repo, revision=revision, offline=offline)
     raw = read_json(source.folder / "config.json")
     _check_target_config(raw, where=f"{source.name}/config.json")
     stored = stored_tensors(source.folder)

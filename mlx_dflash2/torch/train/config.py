@@ -35,6 +35,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 FREE = (  # what a resumed run may change; the contract knows models and data by content
     *("out", "offline", "minutes", "threads", "device", "evaluation", "checkpoints"),
+    "features",
     *("target", "revision", "data", "anneal_data", "warm_start", "warm_start_revision"),
 )
 
@@ -210,6 +211,11 @@ class TrainConfig:
         data: Folder that `train prepare` wrote; its held-out rows are for evaluation.
         anneal_data: Another one, whose rows the falling end of "wsd" sees.
         out: Folder of the run: checkpoints, metrics.
+        cache_features: Run the target on each row once, and from then on read what it
+            computed, rounded to float16. For small data that is visited often: the
+            plan says how much disk it takes. Evaluation is always exact.
+        features: Where those numbers lie, so that runs may share them; in `out` if
+            empty.
         warm_start: A drafter to start from; new if empty.
         minutes: Stop after so much time, to be resumed; 0 for no limit.
         threads: Of the CPU; 0 leaves it to PyTorch.
@@ -224,6 +230,8 @@ class TrainConfig:
     data: str = ""
     anneal_data: str = ""
     out: str = ""
+    cache_features: bool = False
+    features: str = ""
     warm_start: str = ""
     warm_start_revision: str | None = None
     steps: int = 5000

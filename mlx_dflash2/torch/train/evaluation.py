@@ -13,7 +13,7 @@ from .config import TrainConfig, read_config
 from .features import largest_tap
 from .metrics import Evaluator
 from .precision import Precision
-from .setup import choose_held_out, find_target, open_target
+from .setup import choose_held_out, open_target, target_source
 from .start import CHECKPOINTS, find_saved, load_saved
 from .world import World
 
@@ -62,7 +62,7 @@ def evaluate(subject: Subject) -> dict[str, Any]:
     config = subject.config
     config.need("target", "data")
     world = World.join(config.device)
-    source = find_target(config)
+    source = target_source(config)
     rows = choose_held_out(config, source)
     precision = Precision.choose(config.precision, world.device)
     target = open_target(config, source, precision)

@@ -2,19 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
 
 from ..target import Target
 from .batch import Batch
-from .precision import check_taps
+from .precision import check_finite
 
 LOOKED_AT = 8  # rows whose taps are checked before a run
+CURE = "use --precision bf16 or fp32, or other drafter.taps"
 
 if TYPE_CHECKING:
     from mlx_dflash2.data.rows import Row
+
+    from .feed import Part
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,29 @@ class Captured:
     Attributes:
         features: Taps joined in the order of the config. Shape: (B, S, T*D).
         last: Rows after the final norm, of which the target's head makes the
-            distribution of the token after each. Shape: (B, S, D).
+            distribution of the token after each. Shape: (B, S, D), or (B, S, 0) from
+            a cache for an objective that has no use for them.
     """
 
     features: Tensor
     last: Tensor
+
+
+class Features(Protocol):
+    """Where the target's states of training rows come from."""
+
+    def __call__(self, part: "Part") -> Captured: ...
+
+
+@dataclass(frozen=True)
+class Online:
+    """They are computed at every visit."""
+
+    target: Target
+    taps: tuple[int, ...]
+
+    def __call__(self, part: "Part") -> Captured:
+        return capture(self.target, part.batch, self.taps)
 
 
 @torch.no_grad()
@@ -71,5 +92,10 @@ def largest_tap(target: Target, taps: Sequence[int], rows: Sequence["Row"]) -> f
     found = []
     for index in range(min(LOOKED_AT, len(rows))):
         batch = Batch.of([rows[index]], target.device)
-        found.append(check_taps(capture(target, batch, taps).features[0], taps))
+        features = capture(target, batch, taps).features[0]
+        found.append(check_finite(features, tap_names(taps), cure=CURE))
     return max(found)
+
+
+def tap_names(taps: Sequence[int]) -> list[str]:
+    return [f"tap {tap}" for tap in taps]

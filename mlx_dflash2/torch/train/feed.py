@@ -23,10 +23,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawn:
-    """A row and where its blocks start."""
+    """A row, its number in its data set, and where its blocks start."""
 
+    number: int
     row: "Row"
     anchors: np.ndarray
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one forward of a step sees.
+
+    Attributes:
+        rows: The data set they are of.
+        numbers: Of the batch's rows, in it.
+    """
+
+    batch: Batch
+    blocks: Blocks
+    rows: "RowSet"
+    numbers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -53,25 +69,25 @@ class Feed:
                 f"{batch.rows_at_once} times {self.world.size} processes"
             )
 
-    def steps(self, start: int) -> Iterator[list[tuple[Batch, Blocks]]]:
+    def steps(self, start: int) -> Iterator[list[Part]]:
         """What this process computes in each step from `start` on.
 
         The rows of a step are sorted by length and dealt out to the processes in
         batches, so that a batch has little padding and each process as much to do.
         """
-        for drawn in self._draws(start):
+        size = self.config.batch.rows_at_once
+        for rows, drawn in self._draws(start):
             drawn.sort(key=lambda each: len(each.row.tokens))
-            size = self.config.batch.rows_at_once
-            parts = [drawn[at : at + size] for at in range(0, len(drawn), size)]
-            yield [
-                self._batch(part) for part in parts[self.world.rank :: self.world.size]
-            ]
+            dealt = [drawn[at : at + size] for at in range(0, len(drawn), size)]
+            own = dealt[self.world.rank :: self.world.size]
+            yield [self._part(rows, part) for part in own]
 
-    def _batch(self, part: Sequence[Drawn]) -> tuple[Batch, Blocks]:
-        batch = Batch.of([each.row for each in part], self.world.device)
-        return batch, Blocks.at(batch, [each.anchors for each in part], self.slots)
+    def _part(self, rows: "RowSet", drawn: Sequence[Drawn]) -> Part:
+        batch = Batch.of([each.row for each in drawn], self.world.device)
+        blocks = Blocks.at(batch, [each.anchors for each in drawn], self.slots)
+        return Part(batch, blocks, rows, tuple(each.number for each in drawn))
 
-    def _draws(self, start: int) -> Iterator[list[Drawn]]:
+    def _draws(self, start: int) -> Iterator[tuple["RowSet", list[Drawn]]]:
         config = self.config
         turn = config.steps
         if self.anneal is not None:
@@ -81,7 +97,9 @@ class Feed:
         if self.anneal is not None:
             yield from self._of(self.anneal, max(0, start - turn), config.steps - turn)
 
-    def _of(self, rows: "RowSet", start: int, stop: int) -> Iterator[list[Drawn]]:
+    def _of(
+        self, rows: "RowSet", start: int, stop: int
+    ) -> Iterator[tuple["RowSet", list[Drawn]]]:
         seed, batch = self.config.seed, self.config.batch
         visits = rows.visits(seed, start * batch.rows)
         for _ in range(start, stop):
@@ -96,8 +114,8 @@ class Feed:
                     epoch=visit.epoch,
                     row=visit.row,
                 )
-                drawn.append(Drawn(row, anchors))
-            yield drawn
+                drawn.append(Drawn(visit.row, row, anchors))
+            yield rows, drawn
 
 
 def frequent_tokens(rows: "RowSet", count: int) -> Tensor:

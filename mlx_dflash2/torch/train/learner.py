@@ -13,10 +13,9 @@ from mlx_dflash2.errors import DFlash2Error
 
 from ..drafter import Drafter
 from ..target import Target
-from .batch import Batch
-from .blocks import Blocks
 from .config import TrainConfig
-from .features import capture
+from .features import Features
+from .feed import Part
 from .losses import Criterion
 from .metrics import total_report
 from .network import block_rows
@@ -39,6 +38,7 @@ class BatchLoss(nn.Module):
         target: Target,
         config: TrainConfig,
         *,
+        features: Features,
         head_tokens: Tensor | None,
         precision: Precision,
         tap_scale: float,
@@ -46,15 +46,15 @@ class BatchLoss(nn.Module):
         super().__init__()
         self.drafter = drafter
         self.target, self.options = target, config.batch
+        self.features = features
         self.head_tokens, self.precision = head_tokens, precision
         self.tap_scale = tap_scale
 
     def forward(
-        self, batch: Batch, blocks: Blocks, objective: Objective, share: Tensor
+        self, part: Part, objective: Objective, share: Tensor
     ) -> tuple[Tensor, LossReport]:
-        """The batch's part of the step's loss, and its report without a gradient."""
-        taps = self.drafter.config.target_layer_ids
-        captured = capture(self.target, batch, taps)
+        """The part's share of the step's loss, and its report without a gradient."""
+        captured = self.features(part)
         criterion = Criterion(
             self.drafter,
             self.target,
@@ -66,12 +66,12 @@ class BatchLoss(nn.Module):
             hidden = block_rows(
                 self.drafter,
                 self.target,
-                batch,
+                part.batch,
                 captured.features * self.tap_scale,
-                blocks,
+                part.blocks,
                 recompute=self.options.recompute,
             )
-            report = criterion(hidden, captured.last, blocks)
+            report = criterion(hidden, captured.last, part.blocks)
         return report.loss(objective, share), report.detach()
 
 
@@ -114,9 +114,7 @@ class Learner:
         self.optimizer, self.config, self.world = optimizer, config, world
         self.scaler = self.precision.scaler()
 
-    def step(
-        self, parts: list[tuple[Batch, Blocks]], step: int, taken: int
-    ) -> StepReport:
+    def step(self, parts: list[Part], step: int, taken: int) -> StepReport:
         """Train on this process's batches of one step.
 
         Args:
@@ -146,18 +144,16 @@ class Learner:
         total = total_report(report, self.world)
         return StepReport(total, norm, rate, scale, skipped)
 
-    def _gradient(
-        self, parts: list[tuple[Batch, Blocks]], objective: Objective
-    ) -> LossReport:
+    def _gradient(self, parts: list[Part], objective: Objective) -> LossReport:
         """Accumulate the gradient of the mean over all batches of all processes."""
-        weights = [slot_weights(objective, blocks.valid).sum() for _, blocks in parts]
+        weights = [slot_weights(objective, part.blocks.valid).sum() for part in parts]
         (whole,) = self.world.totals([torch.stack(weights).sum()])
         reports = []
-        for (batch, blocks), weight in zip(parts, weights, strict=True):
+        for part, weight in zip(parts, weights, strict=True):
             last = len(reports) == len(parts) - 1
             with self._together(last):
                 share = weight / whole.clamp(min=TINY)
-                loss, report = self.loss(batch, blocks, objective, share)
+                loss, report = self.loss(part, objective, share)
                 # Processes average their gradients, and the sum is wanted.
                 self.scaler.scale(loss * self.world.size).backward()
             reports.append(report)

@@ -11,11 +11,9 @@ from typing import Any, TextIO
 import click
 import torch
 
-from .batch import Batch
-from .blocks import Blocks
 from .checkpoints import Store
 from .contract import Contract, Progress
-from .feed import Feed
+from .feed import Feed, Part
 from .interruption import Interruption
 from .learner import Learner, StepReport
 from .metrics import Evaluator, losses, rates
@@ -69,14 +67,14 @@ class Run:
             f"{progress.seconds:.0f} s{best or ''}"
         )
 
-    def _step(self, parts: list[tuple[Batch, Blocks]]) -> StepReport:
+    def _step(self, parts: list[Part]) -> StepReport:
         before = self.progress
         taken = before.step - before.skipped
         report = self.learner.step(parts, before.step, taken)
         counts = torch.tensor(
             [
-                sum(int(blocks.real.sum()) for _, blocks in parts),
-                sum(int((batch.document >= 0).sum()) for batch, _ in parts),
+                sum(int(part.blocks.real.sum()) for part in parts),
+                sum(int((part.batch.document >= 0).sum()) for part in parts),
             ],
             device=self.setup.world.device,
         )

@@ -5,14 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mlx_dflash2.checkpoint import find_source
 from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.data.rows import MANIFEST
 from mlx_dflash2.data.units import TRAIN
 from mlx_dflash2.names import expected_shapes
+from mlx_dflash2.sources import find_target
 
 from .config import Batch, TrainConfig
+from .feature_cache import bytes_a_token
 from .geometry import new_drafter, read_geometry
 from .optim import UNDECAYED
 from .setup import inherited
@@ -35,7 +36,7 @@ def plan(config: TrainConfig, precision: str) -> list[str]:
         DFlash2Error: Target, warm start or settings do not fit.
     """
     config.need("target")
-    source = find_source(
+    source = find_target(
         config.target,
         revision=config.revision,
         offline=config.offline,
@@ -51,13 +52,13 @@ def plan(config: TrainConfig, precision: str) -> list[str]:
         )
     drafter = read_geometry(new_drafter(inherited(config.drafter, parent), target))
     config.objective.check(drafter)
-    manifest = Path(config.data) / TRAIN / MANIFEST
-    data = read_json(manifest) if config.data and manifest.exists() else None
+    data = _manifest(config.data)
     return [
         f"target: {source.name}, {target['num_hidden_layers']} layers, "
         f"{_millions(target_parameters(target))} parameters, frozen",
         *_drafter_lines(config, drafter),
         *_data_lines(config, data),
+        *_cache_lines(config, drafter),
         *_step_lines(config, drafter, data),
         *_memory_lines(config, drafter, target, data, precision),
     ]
@@ -170,6 +171,22 @@ def _data_lines(config: TrainConfig, data: Mapping[str, Any] | None) -> list[str
         f"data: {config.data}, {data['rows']} rows, {data['tokens']} tokens, "
         f"{data['supervised']} to learn"
     ]
+
+
+def _manifest(folder: str) -> dict[str, Any] | None:
+    """What the training rows of a folder say of themselves."""
+    path = Path(folder) / TRAIN / MANIFEST
+    return read_json(path) if folder and path.exists() else None
+
+
+def _cache_lines(config: TrainConfig, drafter: DrafterConfig) -> list[str]:
+    """What cached features take."""
+    if not config.cache_features:
+        return []
+    token = bytes_a_token(drafter, config.objective)
+    found = [_manifest(folder) for folder in (config.data, config.anneal_data)]
+    tokens = sum(data["tokens"] for data in found if data)
+    return [f"cached features: {token} bytes a token, {token * tokens / 1e9:.2f} GB"]
 
 
 def _step_lines(

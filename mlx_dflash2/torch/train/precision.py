@@ -72,23 +72,23 @@ class Precision:
         return scale
 
 
-def check_taps(features: torch.Tensor, taps: Sequence[int]) -> float:
-    """The largest value of any tap.
+def check_finite(states: torch.Tensor, names: Sequence[str], *, cure: str) -> float:
+    """The largest value of the target's states.
 
     Args:
-        features: Taps joined in order, of real tokens only. Shape: (S, T*D).
-        taps: The layers they are of.
+        states: Of real tokens only; of P places, joined. Shape: (S, P*D).
+        names: Of the places.
+        cure: What to do where they overflow.
 
     Raises:
-        DFlash2Error: A tap is not finite in the target's dtype.
+        DFlash2Error: A value is not finite.
     """
-    parts = features.unflatten(-1, (len(taps), -1)).abs().amax(dim=(0, 2)).float()
-    for tap, largest in zip(taps, parts.tolist(), strict=True):
+    parts = states.unflatten(-1, (len(names), -1)).abs().amax(dim=(0, 2)).float()
+    for name, largest in zip(names, parts.tolist(), strict=True):
         if not largest < float("inf"):
-            finite = features[features.isfinite()]
+            finite = states[states.isfinite()]
             raise DFlash2Error(
-                f"tap {tap}: the target's states overflow {features.dtype} (largest "
-                f"finite value {float(finite.abs().max()):.4g}); use --precision bf16 "
-                "or fp32, or other drafter.taps"
+                f"{name}: the target's states overflow {states.dtype} (largest finite "
+                f"value {float(finite.abs().max()):.4g}); {cure}"
             )
     return float(parts.max())

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mlx_dflash2 import __version__
-from mlx_dflash2.checkpoint import TARGET_FILES, Source, find_source
+from mlx_dflash2.checkpoint import Source
 from mlx_dflash2.config import DrafterConfig, check_fit
 from mlx_dflash2.config_reader import read_json
 from mlx_dflash2.data.rows import Row, RowSet
@@ -16,16 +16,20 @@ from mlx_dflash2.data.target_text import load_target_text
 from mlx_dflash2.data.units import HELD_OUT, TRAIN
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.pairs import fingerprint
+from mlx_dflash2.sources import find_target
 
 from ..loading import load_target
 from ..target import Target
 from .config import Shape, TrainConfig
 from .contract import Contract
+from .feature_cache import FeatureCache, bytes_a_token
+from .features import Features, Online
 from .geometry import new_drafter, read_geometry
 from .precision import Precision
 from .warm_start import Parent
 from .world import World
 
+FEATURES = "features"
 TEXT = ("tokenizer_sha256", "template_sha256")  # what rows and target must share
 
 
@@ -36,6 +40,7 @@ class Setup:
     Attributes:
         drafter: The config.json of the drafter.
         held_out: Rows to evaluate on.
+        features: Of the rows trained on; evaluation has its own.
         contract: Without what a warm start took.
     """
 
@@ -46,6 +51,7 @@ class Setup:
     rows: RowSet
     anneal: RowSet | None
     held_out: list[Row]
+    features: Features
     drafter: dict[str, Any]
     contract: Contract
 
@@ -73,7 +79,7 @@ def make_setup(
         DFlash2Error: Something is missing, or does not fit the rest.
     """
     config.need("target", "data", "out")
-    source = find_target(config)
+    source = target_source(config)
     raw = read_json(source.folder / "config.json")
     drafter = drafter or new_drafter(inherited(config.drafter, parent), raw)
     config.objective.check(read_geometry(drafter))
@@ -81,26 +87,59 @@ def make_setup(
     anneal = None
     if config.anneal_data:
         anneal = read_rows(Path(config.anneal_data) / TRAIN, source)
-    held_out = choose_held_out(config, source)
-    if len(held_out) < world.size:
-        raise DFlash2Error(
-            f"{config.data}: {len(held_out)} held-out rows are too few for "
-            f"{world.size} processes; prepare the data with a larger --held-out"
-        )
+    sets = {"rows": rows} if anneal is None else {"rows": rows, "anneal": anneal}
     precision = Precision.choose(config.precision, world.device)
     target = open_target(config, source, precision)
     _check_fit(read_geometry(drafter), target, source)
     contract = Contract(
         settings=config.settled() | {"precision": precision.name},
         target=_target_facts(source, rows),
-        data={side: dict(_data_facts(found)) for side, found in _sets(rows, anneal)},
+        data={side: _data_facts(found) for side, found in sets.items()},
         drafter=drafter,
         parent=None,
         code=__version__,
     )
     return Setup(
-        config, world, precision, target, rows, anneal, held_out, drafter, contract
+        config=config,
+        world=world,
+        precision=precision,
+        target=target,
+        rows=rows,
+        anneal=anneal,
+        held_out=_held_out(config, source, world),
+        features=_features(config, contract, target, [*sets.values()]),
+        drafter=drafter,
+        contract=contract,
     )
+
+
+def _held_out(config: TrainConfig, source: Source, world: World) -> list[Row]:
+    rows = choose_held_out(config, source)
+    if len(rows) < world.size:
+        raise DFlash2Error(
+            f"{config.data}: {len(rows)} held-out rows are too few for "
+            f"{world.size} processes; prepare the data with a larger --held-out"
+        )
+    return rows
+
+
+def _features(
+    config: TrainConfig, contract: Contract, target: Target, sets: list[RowSet]
+) -> Features:
+    """Captured at every visit, or once and for all."""
+    geometry = read_geometry(contract.drafter)
+    taps = geometry.target_layer_ids
+    if not config.cache_features:
+        return Online(target, taps)
+    cache = FeatureCache(
+        target,
+        taps,
+        teaches=config.objective.needs_teacher,
+        fingerprint=contract.target["fingerprint"],
+        folder=Path(config.features or Path(config.out) / FEATURES),
+    )
+    cache.demand_room(sets, bytes_a_token(geometry, config.objective))
+    return cache
 
 
 def _check_fit(geometry: DrafterConfig, target: Target, source: Source) -> None:
@@ -114,14 +153,9 @@ def _check_fit(geometry: DrafterConfig, target: Target, source: Source) -> None:
     )
 
 
-def find_target(config: TrainConfig) -> Source:
+def target_source(config: TrainConfig) -> Source:
     """The target's files."""
-    return find_source(
-        config.target,
-        revision=config.revision,
-        offline=config.offline,
-        files=TARGET_FILES,
-    )
+    return find_target(config.target, revision=config.revision, offline=config.offline)
 
 
 def inherited(shape: Shape, parent: Parent | None) -> Shape:
@@ -170,10 +204,6 @@ def choose_held_out(config: TrainConfig, source: Source) -> list[Row]:
     count = config.evaluation.rows or len(rows)
     chosen = sorted(rows.order(seed=0, epoch=0)[:count].tolist())
     return [rows[index] for index in chosen]
-
-
-def _sets(rows: RowSet, anneal: RowSet | None) -> list[tuple[str, RowSet]]:
-    return [("rows", rows)] + ([("anneal", anneal)] if anneal is not None else [])
 
 
 def _target_facts(source: Source, rows: RowSet) -> dict[str, Any]:

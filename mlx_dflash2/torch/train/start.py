@@ -119,6 +119,7 @@ def _assembled(
         drafter,
         setup.target,
         config,
+        features=setup.features,
         head_tokens=head,
         precision=setup.precision,
         tap_scale=scale,

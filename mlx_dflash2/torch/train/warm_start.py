@@ -7,12 +7,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from mlx_dflash2.checkpoint import EVERY_FILE, Source, find_source
+from mlx_dflash2.checkpoint import EVERY_FILE, Source
 from mlx_dflash2.config import DrafterConfig
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import read_drafter_config
 from mlx_dflash2.names import BORROWED
 from mlx_dflash2.pairs import published_drafter
+from mlx_dflash2.sources import find_drafter
 
 from ..drafter import Drafter
 from ..loading import read_weights
@@ -45,7 +46,9 @@ class Parent:
         Raises:
             DFlash2Error: It holds no drafter, or a quantized one.
         """
-        source = find_source(name, revision=revision, offline=offline, files=EVERY_FILE)
+        source = find_drafter(
+            name, revision=revision, offline=offline, files=EVERY_FILE
+        )
         config = read_drafter_config(source.folder)
         if config.quantization is not None:
             raise DFlash2Error(
