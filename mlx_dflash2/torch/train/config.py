@@ -102,8 +102,8 @@ class Batch:
         rows: Rows of the step, over all processes.
         rows_at_once: Of one forward; the rest is accumulated.
         anchors: Blocks of each row, drawn anew at every visit.
-        head_tokens: Compute losses over this many of the data's most frequent tokens
-            and those at hand; 0 for the whole vocabulary.
+        head_tokens: Compute losses over this many tokens and those at hand: the data's
+            most frequent ones, and all others in turn; 0 for the whole vocabulary.
         blocks_at_once: Blocks whose logits exist at the same time.
         recompute: Keep no activations inside the drafter's layers.
     """
