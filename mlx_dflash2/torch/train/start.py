@@ -78,6 +78,8 @@ def _new(config: TrainConfig, world: World) -> Run:
             click.echo("\n".join(taken.lines()), err=True)
     world.wait()  # until all have seen that the folder was empty
     if world.leads:
+        for warning in config.warnings():
+            click.echo(warning, err=True)
         out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(config.data) / TERMS, out / TERMS)
     return _assembled(setup, contract, drafter, fresh, Progress())
