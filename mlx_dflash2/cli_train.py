@@ -199,6 +199,13 @@ def evaluate(**options) -> None:
 @click.argument("destination")
 @click.option("--checkpoint", default="best", show_default=True, help="Or latest, N.")
 @click.option("--results", type=click.Path(), help="measured_results.json of a bench.")
+@click.option(
+    "--average",
+    type=click.IntRange(1),
+    default=1,
+    show_default=True,
+    help="Checkpoints to take the mean of: it and the last before it.",
+)
 def export(**options) -> None:
     """Write a run's drafter into the new folder DESTINATION, to serve and publish."""
     from .commands.train import run_export

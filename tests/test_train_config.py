@@ -144,3 +144,14 @@ def test_cadence_may_change_between_runs_and_the_recipe_may_not():
     assert settled["optimizer.lr"] == 6e-4 and settled["batch.anchors"] == 128
     free = ("minutes", "checkpoints.every", "evaluation.rows", "threads", "out")
     assert not set(free) & set(settled)
+
+
+def test_what_only_suits_a_longer_run_is_said():
+    assert TrainConfig().warnings() == []
+    short = read_config(flags={"steps": 1000})
+    assert "take 1000 steps, and the run has 1000: none is left" in short.warnings()[0]
+    shorter = read_config(flags={"steps": 200, "drafter.family": "dspark"})
+    assert shorter.warnings() == [
+        "warning: optimizer.warmup is 200 steps, and the run has 200: the full "
+        "learning rate is never reached"
+    ]

@@ -80,6 +80,25 @@ def test_the_weights_are_the_checkpoints_in_bf16(run, exported):
         assert torch.equal(tensor, saved[name].to(torch.bfloat16)), name
 
 
+def test_checkpoints_can_be_averaged(run, tmp_path):
+    latest = find_saved(run)
+    export(latest, tmp_path / "drafter", average=2)
+    mean = load_file(tmp_path / "drafter/model.safetensors")
+    before = find_saved(run, "3").weights()
+    for name, tensor in latest.weights().items():
+        half = (tensor + before[name]) / 2
+        assert torch.equal(mean[name], half.to(torch.bfloat16)), name
+    meta = read(tmp_path / "drafter", "dflash2_training_meta.json")
+    assert meta["averaged"] == ["step-000003", "step-000006"]
+    card = (tmp_path / "drafter/README.md").read_text()
+    assert "mean of 2 checkpoints, which was not evaluated here" in card
+
+
+def test_more_checkpoints_than_a_run_keeps_are_refused(run, tmp_path):
+    with pytest.raises(DFlash2Error, match="keeps 2 checkpoints, fewer than --average"):
+        export(find_saved(run), tmp_path / "drafter", average=3)
+
+
 def test_the_config_is_in_the_published_spelling(exported):
     config = read(exported, "config.json")
     assert config["architectures"] == ["DFlash2DraftModel"]

@@ -83,6 +83,7 @@ def run_export(options: dict[str, Any]) -> int:
         find_saved(Path(options["run_folder"]), options["checkpoint"]),
         Path(options["destination"]),
         results=Path(results) if results else None,
+        average=options["average"],
     )
     click.echo("\n".join(lines))
     return 0

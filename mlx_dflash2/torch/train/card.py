@@ -18,7 +18,11 @@ TITLES = {
 
 
 def model_card(
-    saved: Saved, config: DrafterConfig, measured: Mapping[str, Any] | None
+    saved: Saved,
+    config: DrafterConfig,
+    measured: Mapping[str, Any] | None,
+    *,
+    averaged: int,
 ) -> str:
     """README.md: what it is, how it was trained, what it does, how to use it.
 
@@ -26,6 +30,7 @@ def model_card(
         saved: The checkpoint.
         config: Of the drafter.
         measured: measured_results.json of a bench; None where nothing was measured.
+        averaged: Checkpoints whose mean the weights are; the last one is `saved`.
     """
     return "\n\n".join(
         [
@@ -35,7 +40,7 @@ def model_card(
             "target keeps those it would have written itself.",
             _shape(config),
             _training(saved),
-            _evaluation(saved),
+            _evaluation(saved, averaged),
             _bench(measured),
             _use(saved),
             "What the training text is made of, and what its terms ask, is in "
@@ -87,14 +92,20 @@ def _training(saved: Saved) -> str:
     return "## Training\n\n" + "\n".join(lines)
 
 
-def _evaluation(saved: Saved) -> str:
+def _evaluation(saved: Saved, averaged: int) -> str:
     found = saved.progress.evaluation
     if not found:
         return "## Held-out rows\n\nNot evaluated."
-    return (
+    text = (
         f"## Held-out rows\n\nAcceptance length {found['acceptance_length']:.3f} over "
         f"{found['cycles']} cycles, evaluated after step {found['step']}."
     )
+    if averaged > 1:
+        text += (
+            f" The weights are the mean of {averaged} checkpoints, which was not "
+            "evaluated here."
+        )
+    return text
 
 
 def _bench(measured: Mapping[str, Any] | None) -> str:

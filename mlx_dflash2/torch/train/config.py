@@ -11,7 +11,7 @@ from typing import Any
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import FAMILIES
 
-from .objective import Objective
+from .objective import SELECTOR_TERMS, Objective
 from .settings import at_least, build, flat, merged, one_of, read_table, wrong
 
 EXAMPLE = Path(__file__).with_name("example.toml")
@@ -102,8 +102,8 @@ class Batch:
         rows: Rows of the step, over all processes.
         rows_at_once: Of one forward; the rest is accumulated.
         anchors: Blocks of each row, drawn anew at every visit.
-        head_tokens: Compute losses over this many of the data's most frequent tokens
-            and those at hand; 0 for the whole vocabulary.
+        head_tokens: Compute losses over this many tokens and those at hand: the data's
+            most frequent ones, and all others in turn; 0 for the whole vocabulary.
         blocks_at_once: Blocks whose logits exist at the same time.
         recompute: Keep no activations inside the drafter's layers.
     """
@@ -264,6 +264,21 @@ class TrainConfig:
                 "anneal_data is given, but only optimizer.schedule 'wsd' has an end "
                 "that it is for"
             )
+
+    def warnings(self) -> list[str]:
+        """What is possible but hardly meant: settings that only suit a longer run."""
+        found, staged = [], self.stages.backbone + self.stages.selector
+        if not SELECTOR_TERMS.isdisjoint(self.objective.mix) and staged >= self.steps:
+            found.append(
+                f"stages.backbone and stages.selector take {staged} steps, and the run "
+                f"has {self.steps}: none is left that trains everything together"
+            )
+        if self.optimizer.warmup >= self.steps:
+            found.append(
+                f"optimizer.warmup is {self.optimizer.warmup} steps, and the run has "
+                f"{self.steps}: the full learning rate is never reached"
+            )
+        return [f"warning: {text}" for text in found]
 
     def need(self, *names: str) -> None:
         """Raise DFlash2Error unless these fields are given."""

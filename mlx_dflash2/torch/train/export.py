@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ POINTS = 20  # of the loss curve that the training record keeps
 
 
 def export(
-    saved: Saved, destination: Path, *, results: Path | None = None
+    saved: Saved, destination: Path, *, results: Path | None = None, average: int = 1
 ) -> list[str]:
     """Write config, weights in bf16, training record, terms, card and manifest.
 
@@ -39,6 +39,7 @@ def export(
         saved: Of a run's folder, which holds its metrics and source terms as well.
         destination: A new folder; it appears when all is written.
         results: measured_results.json of a bench; its table goes into the card.
+        average: Checkpoints whose weights to average: it and the last ones before it.
 
     Returns:
         What to say of it.
@@ -49,17 +50,19 @@ def export(
     run = saved.folder.parent.parent
     raw = saved.contract["drafter"] | {"dtype": "bfloat16"}
     config = read_geometry(raw)
-    weights = published_weights(saved.weights(), config, where=saved.folder)
+    averaged = last_checkpoints(saved.folder, average)
+    weights = published_weights(mean_weights(averaged), config, where=saved.folder)
+    record = training_record(saved, run) | {"averaged": [f.name for f in averaged]}
     measured = read_json(results) if results else None
     terms = _text(run / TERMS)
     with new_folder(destination) as partial:
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         _write_json(partial / "config.json", raw)
-        _write_json(partial / META, training_record(saved, run))
+        _write_json(partial / META, record)
         (partial / TERMS).write_text(terms, encoding="utf-8")
         if measured is not None:
             _write_json(partial / RESULTS, measured)
-        card = model_card(saved, config, measured)
+        card = model_card(saved, config, measured, averaged=average)
         (partial / "README.md").write_text(card, encoding="utf-8")
         _write_json(partial / MANIFEST, manifest(partial, saved))
         load_drafter(partial)  # refuses what it cannot serve
@@ -68,6 +71,33 @@ def export(
         f"{destination}: {config.title}, {size / 1e6:.1f}M parameters, "
         f"{2 * size / 1e6:.1f} MB in bfloat16, step {saved.progress.step}"
     ]
+
+
+def last_checkpoints(folder: Path, count: int) -> list[Path]:
+    """A checkpoint's folder and those of the last ones before it, in order.
+
+    Raises:
+        DFlash2Error: The run keeps fewer.
+    """
+    steps = sorted(folder.parent.glob("step-*"))
+    found = steps[: steps.index(folder) + 1][-count:]
+    if len(found) < count:
+        raise DFlash2Error(
+            f"{folder}: with it the run keeps {len(found)} checkpoints, fewer than "
+            f"--average {count}; choose a later --checkpoint, or train with a larger "
+            "checkpoints.keep"
+        )
+    return found
+
+
+def mean_weights(folders: Sequence[Path]) -> dict[str, Tensor]:
+    """The mean of each tensor over checkpoints."""
+    first, *rest = (Saved.read(folder).weights() for folder in folders)
+    for name, tensor in first.items():
+        for other in rest:
+            tensor += other[name]
+        tensor /= len(folders)
+    return first
 
 
 def published_weights(

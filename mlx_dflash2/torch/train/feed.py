@@ -6,8 +6,6 @@ from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from mlx_dflash2.errors import DFlash2Error
 
@@ -116,14 +114,3 @@ class Feed:
                 )
                 drawn.append(Drawn(visit.row, row, anchors))
             yield rows, drawn
-
-
-def frequent_tokens(rows: "RowSet", count: int) -> Tensor:
-    """The `count` most frequent supervised tokens, of equals the lower id; rising."""
-    totals = np.zeros(0, np.int64)
-    for row in rows:
-        found = np.bincount(row.tokens[row.supervised], minlength=len(totals))
-        found[: len(totals)] += totals
-        totals = found
-    best = np.argsort(-totals, kind="stable")[:count]
-    return torch.from_numpy(np.sort(best[totals[best] > 0]))

@@ -16,6 +16,7 @@ from ..target import Target
 from .config import TrainConfig
 from .features import Features
 from .feed import Part
+from .head_tokens import HeadTokens
 from .losses import Criterion
 from .metrics import total_report
 from .network import block_rows
@@ -39,7 +40,6 @@ class BatchLoss(nn.Module):
         config: TrainConfig,
         *,
         features: Features,
-        head_tokens: Tensor | None,
         precision: Precision,
         tap_scale: float,
     ):
@@ -47,11 +47,14 @@ class BatchLoss(nn.Module):
         self.drafter = drafter
         self.target, self.options = target, config.batch
         self.features = features
-        self.head_tokens, self.precision = head_tokens, precision
-        self.tap_scale = tap_scale
+        self.precision, self.tap_scale = precision, tap_scale
 
     def forward(
-        self, part: Part, objective: Objective, share: Tensor
+        self,
+        part: Part,
+        objective: Objective,
+        head_tokens: Tensor | None,
+        share: Tensor,
     ) -> tuple[Tensor, LossReport]:
         """The part's share of the step's loss, and its report without a gradient."""
         captured = self.features(part)
@@ -60,7 +63,7 @@ class BatchLoss(nn.Module):
             self.target,
             objective,
             self.options.blocks_at_once,
-            self.head_tokens,
+            head_tokens,
         )
         with self.precision.autocast():
             hidden = block_rows(
@@ -103,6 +106,7 @@ class Learner:
         optimizer: torch.optim.Optimizer,
         config: TrainConfig,
         world: World,
+        head_tokens: HeadTokens | None,
     ):
         self.loss: nn.Module = loss
         if world.size > 1:
@@ -112,6 +116,7 @@ class Learner:
             )
         self.drafter, self.precision = loss.drafter, loss.precision
         self.optimizer, self.config, self.world = optimizer, config, world
+        self.head_tokens = head_tokens
         self.scaler = self.precision.scaler()
 
     def step(self, parts: list[Part], step: int, taken: int) -> StepReport:
@@ -128,7 +133,8 @@ class Learner:
         objective = self.config.objective_at(step)
         rate = rate_at(self.config.optimizer, taken, self.config.steps)
         set_rate(self.optimizer, rate)
-        report = self._gradient(parts, objective)
+        head = self.head_tokens.at(step) if self.head_tokens is not None else None
+        report = self._gradient(parts, objective, head)
         self.scaler.unscale_(self.optimizer)
         norm = clip(self.drafter.parameters(), self.config.optimizer.clip)
         if not self.scaler.is_enabled() and not norm < float("inf"):
@@ -144,7 +150,9 @@ class Learner:
         total = total_report(report, self.world)
         return StepReport(total, norm, rate, scale, skipped)
 
-    def _gradient(self, parts: list[Part], objective: Objective) -> LossReport:
+    def _gradient(
+        self, parts: list[Part], objective: Objective, head: Tensor | None
+    ) -> LossReport:
         """Accumulate the gradient of the mean over all batches of all processes."""
         weights = [slot_weights(objective, part.blocks.valid).sum() for part in parts]
         (whole,) = self.world.totals([torch.stack(weights).sum()])
@@ -153,7 +161,7 @@ class Learner:
             last = len(reports) == len(parts) - 1
             with self._together(last):
                 share = weight / whole.clamp(min=TINY)
-                loss, report = self.loss(part, objective, share)
+                loss, report = self.loss(part, objective, head, share)
                 # Processes average their gradients, and the sum is wanted.
                 self.scaler.scale(loss * self.world.size).backward()
             reports.append(report)

@@ -60,6 +60,7 @@ def plan(config: TrainConfig, precision: str) -> list[str]:
         *_data_lines(config, data),
         *_cache_lines(config, drafter),
         *_step_lines(config, drafter, data),
+        *config.warnings(),
         *_memory_lines(config, drafter, target, data, precision),
     ]
 

@@ -13,8 +13,8 @@ from .checkpoints import Saved, Store
 from .config import TrainConfig
 from .contract import Contract, Progress
 from .features import largest_tap
-from .feed import frequent_tokens
 from .geometry import read_geometry
+from .head_tokens import HeadTokens
 from .init import make_drafter
 from .interruption import Interruption
 from .learner import BatchLoss, Learner
@@ -78,6 +78,8 @@ def _new(config: TrainConfig, world: World) -> Run:
             click.echo("\n".join(taken.lines()), err=True)
     world.wait()  # until all have seen that the folder was empty
     if world.leads:
+        for warning in config.warnings():
+            click.echo(warning, err=True)
         out.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(Path(config.data) / TERMS, out / TERMS)
     return _assembled(setup, contract, drafter, fresh, Progress())
@@ -110,8 +112,6 @@ def _assembled(
 ) -> Run:
     config, world = setup.config, setup.world
     drafter = drafter.to(world.device).train()
-    count = config.batch.head_tokens
-    head = frequent_tokens(setup.rows, count).to(world.device) if count else None
     scale = setup.precision.tap_scale(
         largest_tap(setup.target, setup.geometry.target_layer_ids, setup.rows)
     )
@@ -120,7 +120,6 @@ def _assembled(
         setup.target,
         config,
         features=setup.features,
-        head_tokens=head,
         precision=setup.precision,
         tap_scale=scale,
     )
@@ -135,8 +134,20 @@ def _assembled(
         scale,
     )
     store = Store(Path(config.out) / CHECKPOINTS, config.checkpoints.keep)
-    learner = Learner(loss, optimizer, config, world)
+    learner = Learner(loss, optimizer, config, world, _head_tokens(setup))
     return Run(setup, contract, learner, evaluator, store, progress)
+
+
+def _head_tokens(setup: Setup) -> HeadTokens | None:
+    count = setup.config.batch.head_tokens
+    if not count:
+        return None
+    return HeadTokens.of(
+        setup.rows,
+        count,
+        vocab=setup.target.vocab_size,
+        device=setup.world.device,
+    )
 
 
 def find_saved(run: Path, which: str = "latest") -> Saved:

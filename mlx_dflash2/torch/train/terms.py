@@ -41,13 +41,15 @@ def measure_logits(
         )
         means["confidence"] = stated.detach().sigmoid()
     weights = dict.fromkeys(objective.mix, slot_weights(objective, slots.valid))
-    hits = {"hits": logits.argmax(dim=-1) == labels}
     if isinstance(drafter, DFlash2Drafter):
         choice = choose(heads, objective, slots, logits, labels)
         losses |= choice.losses(log_p)
         for term in SELECTOR_TERMS & weights.keys():
             weights[term] = weights[term] * choice.found
-        hits |= {"recall": choice.found, "selector": choice.right}
+        hits = {"hits": choice.gold[..., 0], "recall": choice.found}
+        hits["selector"] = choice.right
+    else:
+        hits = {"hits": logits.argmax(dim=-1) == labels}
     return LossReport(
         totals={
             term: (losses[term] * weight).sum() for term, weight in weights.items()
