@@ -137,7 +137,7 @@ def test_a_file_is_read_no_further_than_asked(tmp_path):
     path.write_text(path.read_text() + "not JSON\n")
     reading = read_conversations(path)
     assert len(list(islice(reading, 2))) == 2
-    with pytest.raises(DFlash2Error, match="line 3: not valid JSON"):
+    with pytest.raises(DFlash2Error, match="line 3: not one JSON object"):
         next(reading)
 
 
