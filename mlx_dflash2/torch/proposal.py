@@ -67,7 +67,9 @@ class Draws:
 
 def transform_logits(logits: Tensor, config: DrafterConfig) -> Tensor:
     """Scale logits, then cap them softly; in float32."""
-    logits = logits.float() * config.output_multiplier
+    logits = logits.float()
+    if config.output_multiplier != 1:
+        logits = logits * config.output_multiplier
     cap = config.final_logit_softcapping
     return cap * torch.tanh(logits / cap) if cap else logits
 

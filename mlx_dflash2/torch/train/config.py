@@ -104,7 +104,8 @@ class Batch:
         anchors: Blocks of each row, drawn anew at every visit.
         head_tokens: Compute losses over this many tokens and those at hand: the data's
             most frequent ones, and all others in turn; 0 for the whole vocabulary.
-        blocks_at_once: Blocks whose logits exist at the same time.
+        blocks_at_once: Blocks whose logits exist at the same time. If a forward has
+            more, the gradient computes the logits of all a second time.
         recompute: Keep no activations inside the drafter's layers.
     """
 
