@@ -24,6 +24,7 @@ from .results import (
     Table,
     TargetDrift,
 )
+from .workload import TOTAL
 
 LEAST_PROMPTS = LEAST_VALUES  # of every domain, before all of them give one number
 LEVEL = 0.001  # of the p-values of one sampled test together
@@ -68,7 +69,7 @@ def _table(record: Record, arm: int, thinking: bool | None) -> Table:
         if (inside := [case for case in cases if case.prompt.domain == name])
     ]
     no_headline = _no_headline(record, domains)
-    overall = _group("overall", cases, slots, seed)
+    overall = _group(TOTAL, cases, slots, seed)
     if no_headline:
         overall = replace(overall, speeds=None)
     return Table(

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .engine import Run
 from .record import Coverage
+
+if TYPE_CHECKING:
+    from .engine import Run
 
 
 @dataclass(frozen=True)
@@ -22,7 +25,7 @@ class Cycle:
     right: list[int]
 
 
-def cycles_on_path(run: Run, plain: Sequence[int]) -> list[Cycle]:
+def cycles_on_path(run: "Run", plain: Sequence[int]) -> list[Cycle]:
     """The cycles of a run that began where plain decoding went as well.
 
     Args:

@@ -15,12 +15,11 @@ from mlx_dflash2.target import Target
 from mlx_dflash2.verify import compare
 
 from .coverage import Cycle
-from .engine import Run
-from .loaded import LoadedEngine
+from .engine import Engine, Run
 from .record import Arm, Costs
 
 
-class MLXEngine(LoadedEngine):
+class MLXEngine(Engine):
     """Targets and drafters on MLX."""
 
     def environment(self) -> dict[str, Any]:

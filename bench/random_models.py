@@ -80,14 +80,7 @@ def random_drafter(
     source, path = _find_config(find_drafter, name, **where)
     raw = read_json(path)
     config = _family(raw, kind, path).from_dict(raw, where=str(path))
-    check_fit(
-        config,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        where=str(path),
-        target=target.source.name,
-    )
+    check_fit(config, target, where=str(path), name=target.source.name)
     drafter = config.network("mlx_dflash2")(config, source=source)
     _randomize(drafter, _dtype(raw, dtype, path), seed)
     if config.quantization is not None:

@@ -226,30 +226,33 @@ class Bench:
 
     def _test_sampled(self) -> None:
         """Hold each arm's sampled tokens against those of plain decoding."""
+        if not self.plan.samples:
+            return
         done = {test.arm for test in self.record.sampled}
         prompt, mode = min(self.plan.jobs, key=lambda job: len(self._encode(0, *job)))
+        plain: dict[int, list[list[int]]] = {}
         for index, arm in enumerate(self.record.arms):
-            if not self.plan.samples or _is_plain(arm) or index in done:
+            if _is_plain(arm) or index in done:
                 continue
             self._tell(f"sampled, {arm.label}")
             tokens = self._encode(arm.target, prompt, mode)
-            plain = replace(arm, drafter=None, num_draft_tokens=0)
-            samples = [self._sample(arm, tokens, 0), self._sample(plain, tokens, 1)]
-            p_values = [
-                same_distribution(
-                    *(column(place) for column in samples), self.plan.seed
-                )
-                for place in range(1, SAMPLED_TOKENS)
-            ]
+            if arm.target not in plain:
+                alone = replace(arm, drafter=None, num_draft_tokens=0)
+                plain[arm.target] = self._sample(alone, tokens, half=1)
+            pairs = zip(
+                self._sample(arm, tokens, half=0), plain[arm.target], strict=True
+            )
             test = SampledTest(
-                index, prompt.name, self.plan.temperature, self.plan.samples, p_values
+                index,
+                prompt.name,
+                self.plan.temperature,
+                self.plan.samples,
+                [same_distribution(*pair, self.plan.seed) for pair in pairs],
             )
             self._grow(sampled=[*self.record.sampled, test])
 
-    def _sample(
-        self, arm: Arm, prompt: list[int], half: int
-    ) -> Callable[[int], list[int]]:
-        """Tokens of many runs, by place; -1 where a run had ended.
+    def _sample(self, arm: Arm, prompt: list[int], *, half: int) -> list[list[int]]:
+        """The second, third and fourth tokens of many runs; -1 where one had ended.
 
         Args:
             half: Of the seeds, so that two samples share none.
@@ -265,7 +268,10 @@ class Bench:
             ).tokens
             for number in range(self.plan.samples)
         ]
-        return lambda place: [run[place] if place < len(run) else -1 for run in runs]
+        return [
+            [run[place] if place < len(run) else -1 for run in runs]
+            for place in range(1, SAMPLED_TOKENS)
+        ]
 
 
 def _is_plain(arm: Arm) -> bool:

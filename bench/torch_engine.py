@@ -16,12 +16,11 @@ from mlx_dflash2.torch.timing import wait_for
 from mlx_dflash2.torch.tokenizer import load_tokenizer
 
 from .coverage import Cycle
-from .engine import Run
-from .loaded import LoadedEngine
+from .engine import Engine, Run
 from .record import Arm
 
 
-class TorchEngine(LoadedEngine):
+class TorchEngine(Engine):
     """Targets and drafters on one PyTorch device."""
 
     def environment(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import importlib
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Protocol, Self
 
 from .config_fields import (
     SLIDING,
@@ -238,28 +238,31 @@ class DrafterConfig:
             )
 
 
-def check_fit(
-    config: DrafterConfig,
-    *,
-    hidden_size: int,
-    num_layers: int,
-    vocab_size: int,
-    where: str,
-    target: str,
-) -> None:
+class Sizes(Protocol):
+    """What a target of either backend says of its shape."""
+
+    hidden_size: int
+    num_layers: int
+    vocab_size: int
+
+
+def check_fit(config: DrafterConfig, target: Sizes, *, where: str, name: str) -> None:
     """Hold a drafter's config against a loaded target.
+
+    Args:
+        where, name: What a message calls the drafter's config, and the target.
 
     Raises:
         DFlash2Error: The drafter was made for a target of another shape.
     """
-    for name, found in (
-        ("hidden_size", hidden_size),
-        ("num_target_layers", num_layers),
-        ("vocab_size", vocab_size),
+    for size, found in (
+        ("hidden_size", target.hidden_size),
+        ("num_target_layers", target.num_layers),
+        ("vocab_size", target.vocab_size),
     ):
-        wanted = getattr(config, name)
+        wanted = getattr(config, size)
         if wanted != found:
             raise DFlash2Error(
-                f"{where}: {name} is {wanted}, but the target's is {found} ({target}); "
+                f"{where}: {size} is {wanted}, but the target's is {found} ({name}); "
                 "use the drafter trained for this target"
             )

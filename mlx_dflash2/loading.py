@@ -124,14 +124,7 @@ def load_drafter(
     stored = stored_tensors(source.folder)
     names = published_names(stored, where=source.name)
     config = read_drafter_config(source.folder, kind=kind, tensors=names.values())
-    check_fit(
-        config,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        where=str(path),
-        target=target.source.name,
-    )
+    check_fit(config, target, where=str(path), name=target.source.name)
     weights = _read_weights(source, stored, names, config)
     drafter = config.network(__package__)(
         config,

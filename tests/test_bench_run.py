@@ -100,6 +100,11 @@ def test_a_run_that_equals_plain_decoding_is_not_decoded_again():
     assert (fast.arm, slow.arm) == (1, 2)
 
 
+def test_costs_are_measured_as_often_as_asked():
+    record = bench(FakeEngine(), plan(cost_repeats=3))[0].run()
+    assert {s.costs.draft for p in record.prompts for s in p.speculation} == {3.0}
+
+
 def test_drift_is_the_first_prompt_once_more():
     engine = FakeEngine()
     record = bench(engine, plan())[0].run()
@@ -190,9 +195,9 @@ def test_sampled_runs_share_no_seed_and_take_the_shortest_prompt():
     assert {len(call[1]) for call in sampled} == {3 + 2}
     assert {call[2] for call in sampled} == {SAMPLED_TOKENS + 1}
     by_arm = {arm: {c[4] for c in sampled if c[0] == arm} for arm in (FAST, SLOW)}
-    plain = {call[4] for call in sampled if call[0].drafter is None}
+    plain = [call[4] for call in sampled if call[0].drafter is None]
     assert len(by_arm[FAST]) == len(by_arm[SLOW]) == len(plain) == 30
-    assert not plain & by_arm[FAST]
+    assert len(set(plain)) == 30 and not by_arm[FAST] & set(plain)
     assert [(t.arm, t.prompt, t.samples) for t in record.sampled] == [
         (1, "b", 30),
         (2, "b", 30),

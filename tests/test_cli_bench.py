@@ -163,7 +163,7 @@ def test_a_report_names_models_machine_and_workload(saved, pair):
             lambda r: [arm["num_draft_tokens"] for arm in r["arms"]] == [0, 1, 3],
         ),
         (["--draft-bits", 8], lambda r: r["drafters"][0]["quantization"]["bits"] == 8),
-        (["--ignore-chat-template"], lambda r: r["settings"]["template"] is False),
+        (["--ignore-chat-template"], lambda r: r["prompts"][0]["prompt_tokens"] < 15),
         (
             ["--sampled", "--samples", 20],
             lambda r: len(r["sampled"][0]["p_values"]) == 3,
@@ -172,9 +172,7 @@ def test_a_report_names_models_machine_and_workload(saved, pair):
             ["--sampled", "--samples", 20, "--temp", 0.5],
             lambda r: r["sampled"][0]["temperature"] == 0.5,
         ),
-        (["--cost-repeats", 2], lambda r: r["settings"]["cost_repeats"] == 2),
         (["--group-by", "domain"], lambda r: len(r["prompts"]) == 4),
-        (["--draft-kind", "dflash2"], lambda r: not r["partial"]),
         (
             ["--backend", "torch", "--device", "cpu", "--dtype", "bfloat16"],
             lambda r: (

@@ -102,6 +102,8 @@ def python(*arguments):
     "arguments",
     [
         *(["--help"], ["--version"], ["-h"], ["generate", "-h"], ["convert", "--help"]),
+        *(["bench", "-h"], ["bench", "cycle", "-h"], ["train", "-h"]),
+        *(["train", "run", "-h"], ["train", "prepare", "-h"]),
         *(["doctor", "-h"], ["models", "-h"], ["models"], ["models", "--json"]),
     ],
     ids=" ".join,

@@ -53,14 +53,8 @@ def load_drafter(
             "read; first run `mlx-dflash2 convert --to-torch -d` on it"
         )
     if target is not None:
-        check_fit(
-            config,
-            hidden_size=target.hidden_size,
-            num_layers=target.num_layers,
-            vocab_size=target.vocab_size,
-            where=source.name,
-            target=target.model.config.name_or_path,
-        )
+        name = target.model.config.name_or_path
+        check_fit(config, target, where=source.name, name=name)
     weights = read_weights(source, config)
     with torch.device("meta"):
         drafter = config.network(__package__)(

@@ -90,7 +90,7 @@ def make_setup(
     sets = {"rows": rows} if anneal is None else {"rows": rows, "anneal": anneal}
     precision = Precision.choose(config.precision, world.device)
     target = open_target(config, source, precision)
-    _check_fit(read_geometry(drafter), target, source)
+    check_fit(read_geometry(drafter), target, where="drafter", name=source.name)
     contract = Contract(
         settings=config.settled() | {"precision": precision.name},
         target=_target_facts(source, rows),
@@ -140,17 +140,6 @@ def _features(
     )
     cache.demand_room(sets, bytes_a_token(geometry, config.objective))
     return cache
-
-
-def _check_fit(geometry: DrafterConfig, target: Target, source: Source) -> None:
-    check_fit(
-        geometry,
-        hidden_size=target.hidden_size,
-        num_layers=target.num_layers,
-        vocab_size=target.vocab_size,
-        where="drafter",
-        target=source.name,
-    )
 
 
 def target_source(config: TrainConfig) -> Source:
